@@ -1,0 +1,55 @@
+"""The output head: logits that are not rounded to bfloat16, and padding rows that nobody can choose."""
+
+from typing import Literal
+
+import torch
+from megatron.core import tensor_parallel
+
+HeadDtype = Literal["float32", "model"]
+
+
+def head_logits(hidden: torch.Tensor, weight: torch.Tensor, head_dtype: HeadDtype) -> torch.Tensor:
+    """[..., hidden] x [rows, hidden] -> [..., rows]; in float32 unless `head_dtype` is `model`.
+
+    A product of two bfloat16 numbers is exact in float32, so only the sum's order separates this from float64.
+    """
+    if head_dtype == "model" or hidden.dtype == torch.float32:
+        return torch.matmul(hidden, weight.t())
+    if hidden.is_cuda:
+        flat = torch.mm(hidden.reshape(-1, hidden.size(-1)), weight.t(), out_dtype=torch.float32)
+        return flat.view(*hidden.shape[:-1], -1)
+    return torch.matmul(hidden.float(), weight.float().t())
+
+
+def mask_padding_(logits: torch.Tensor, *, first_row: int, vocab_size: int) -> torch.Tensor:
+    """Rows of the vocabulary beyond the real one exist only to divide by the tensor-parallel size: -inf in place."""
+    num_real = vocab_size - first_row
+    if num_real < logits.size(-1):
+        logits[..., max(num_real, 0) :] = float("-inf")
+    return logits
+
+
+class OutputHead(tensor_parallel.ColumnParallelLinear):
+    """What `GPTModel.forward` calls in generation. Training reads log-probs with `logprobs.py` instead."""
+
+    head_dtype: HeadDtype
+    vocab_size: int
+
+    @classmethod
+    def adopt(cls, linear: tensor_parallel.ColumnParallelLinear, *, head_dtype: HeadDtype, vocab_size: int) -> None:
+        """Turn the head that GPTModel built into this one, parameters and their attributes untouched."""
+        linear.__class__ = cls
+        linear.head_dtype, linear.vocab_size = head_dtype, vocab_size
+
+    def forward(
+        self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """Logits [tokens, rows, vocab or this rank's part of it], never trained through."""
+        weight = self.weight if weight is None else weight
+        if self.sequence_parallel:
+            input_ = tensor_parallel.gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        logits = head_logits(input_, weight, self.head_dtype)
+        mask_padding_(logits, first_row=self.tp_group.rank() * weight.size(0), vocab_size=self.vocab_size)
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
+        return logits, None

@@ -1,0 +1,49 @@
+"""The shared store: counters and small texts between ranks, every wait with a deadline. Never payloads."""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class SharedStore:
+    """One client of the run's TCPStore. Keys start with `prefix`, so phases of different steps never meet."""
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter atomically; returns its new value."""
+        return self._store.add(key, amount)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, deadline_seconds: float) -> str:
+        """Wait for the key.
+
+        Raises:
+            TimeoutError: nobody has set it in time.
+        """
+        try:
+            self._store.wait([key], timedelta(seconds=deadline_seconds))
+        except dist.DistStoreError as error:
+            raise TimeoutError(f"{key}: not set within {deadline_seconds:.0f} s") from error
+        return self._store.get(key).decode()
+
+    def meet(self, key: str, *, what: str, deadline_seconds: float, poll_seconds: float = 0.02) -> None:
+        """Wait until every rank has come here, polling, without a collective.
+
+        Raises:
+            TimeoutError: naming the ranks that are missing.
+        """
+        self._store.set(f"{key}/rank-{self._rank}", "here")
+        self.add(f"{key}/count", 1)
+        end = time.monotonic() + deadline_seconds
+        while self.add(f"{key}/count", 0) < self._world_size:
+            if time.monotonic() > end:
+                missing = [r for r in range(self._world_size) if not self._store.check([f"{key}/rank-{r}"])]
+                raise TimeoutError(f"{what}: ranks {missing} did not arrive within {deadline_seconds:.0f} s")
+            time.sleep(poll_seconds)
