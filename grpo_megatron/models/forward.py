@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from grpo_megatron.batch import MicroBatch
 from grpo_megatron.models.head import OutputHead
 from grpo_megatron.models.logprobs import HeadSettings, TargetLogprobs, target_logprobs
 from grpo_megatron.models.rotary import rotary_angles
@@ -22,6 +24,17 @@ class PackedInputs:
     structure: torch.Tensor  # int32 [2, tokens], block ids and segment ids
     target_sources: torch.Tensor  # int64 [targets]
     target_ids: torch.Tensor  # int64 [targets]
+
+
+def packed_inputs(batch: MicroBatch, device: torch.device) -> PackedInputs:
+    """Copy to the device what the model reads of a packed micro-batch."""
+    return PackedInputs(
+        token_ids=torch.from_numpy(batch.token_ids).to(device, torch.int64)[None],
+        position_ids=torch.from_numpy(batch.position_ids).to(device, torch.int64),
+        structure=torch.from_numpy(np.stack([batch.block_ids, batch.segment_ids])).to(device, torch.int32),
+        target_sources=torch.from_numpy(batch.target_sources).to(device, torch.int64),
+        target_ids=torch.from_numpy(batch.target_ids).to(device, torch.int64),
+    )
 
 
 def shares_prompt_prefix(model: GPTModel) -> bool:
