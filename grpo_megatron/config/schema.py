@@ -11,6 +11,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 EngineName = Literal["megatron", "sglang", "vllm"]
 PhaseName = Literal["rollout", "score", "update", "publish"]
+RULE_SCORERS = ("math", "exact", "number", "reasoning_gym")
+"""Scorers that `modules.rewards.default` and a prompt's `reward` may name, besides `module:function`."""
 PositiveInt = Annotated[int, Ge(1)]
 CountInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
@@ -28,7 +30,7 @@ class RunSection:
     """Policy versions to make: rollout, score, update, publish is one."""
     seed: CountInt = 0
     deterministic: bool = False
-    """Bit-equal when resumed or repeated: prompts are assigned statically and torch's deterministic algorithms are on."""
+    """Bit-equal when resumed or repeated: prompts are assigned statically, torch's deterministic algorithms are on."""
     resume: Literal["auto", "never"] | CountInt = "auto"
     """`auto`: go on from the newest valid checkpoint of this name; `never`: refuse if there is one; or a version."""
     start_deadline_seconds: Seconds = 600.0
@@ -79,7 +81,9 @@ class DataSection:
 
 @dataclass(frozen=True)
 class RolloutSection:
-    engine: EngineName = "sglang"
+    engine: EngineName = "megatron"
+    """`megatron` generates on the training modules themselves; `sglang` is the default as soon as it is there.
+    `megatron_engine`, `sglang_engine` and `vllm_engine` are accepted and mean the same."""
     mtp_enabled: bool = False
     """Multi-token-prediction self-speculative decoding."""
     batch_size: PositiveInt = 16
