@@ -52,9 +52,11 @@ def repair() -> bool:
 def _make_missing_states(optimizer: torch.optim.Optimizer) -> None:
     """The state that AdamW itself would make at its first step."""
     for group in optimizer.param_groups:
+        step_on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if "step" not in state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                device = parameter.device if step_on_device else "cpu"
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
