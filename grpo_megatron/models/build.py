@@ -7,7 +7,13 @@ from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    model_parallel_cuda_manual_seed,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -73,6 +79,7 @@ def transformer_config(
         "use_cpu_initialization": platform.kind == "cpu",
         # Packed rows differ in length, so stages tell each other the shape.
         "variable_seq_lengths": groups.grid.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
         # With gloo the buffer may be freed while it is still being sent.
         "deallocate_pipeline_outputs": platform.kind == "cuda",
@@ -114,4 +121,23 @@ def build_policy(
     model.rotary_pos_emb.inv_freq = inverse_frequencies(description).to(platform.device)
     if groups.is_last_stage:
         OutputHead.adopt(model.output_layer, head_dtype=settings.head_dtype, vocab_size=description.vocab_size)
+    _mark_sharded_parameters(model)
     return [model.to(device=platform.device, dtype=DTYPES[settings.dtype])]
+
+
+def _mark_sharded_parameters(model: GPTModel) -> None:
+    """megatron-core marks a sharded parameter while it initialises it, which is left out here.
+
+    Without the mark the gradient norm counts the shard of the first tensor-parallel rank only.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            axis = 0
+        elif isinstance(module, RowParallelLinear):
+            axis = 1
+        else:
+            continue
+        sharded = [module.weight] + ([module.bias] if axis == 0 and getattr(module, "bias", None) is not None else [])
+        for parameter in sharded:
+            if parameter is not None and not getattr(parameter, "tensor_model_parallel", False):
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)

@@ -48,8 +48,3 @@ def clean_child_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCHER_PREFIXES) and name.lower() not in _PROXIES
     }
-
-
-def read_exit_code_file() -> str | None:
-    """File into which a rank writes its exit code, since torchrun replaces every code by 1."""
-    return os.environ.get("GRPO_MEGATRON_EXIT_CODE_FILE")

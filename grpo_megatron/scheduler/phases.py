@@ -1,0 +1,24 @@
+"""What each phase of a step needs on the device. `run.phase(name)` asks the memory manager for exactly this."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from grpo_megatron.config.schema import PhaseName
+
+GroupName = Literal[
+    "policy_parameters",
+    "policy_gradients",
+    "optimizer_masters",
+    "optimizer_moments",
+    "reference_parameters",
+    "kv_cache",
+]
+
+PHASES: Mapping[PhaseName, frozenset[GroupName]] = {
+    # The embedded engine generates on the trainer's own parameters.
+    "rollout": frozenset({"policy_parameters", "kv_cache"}),
+    # The policy's own log-probs are taken here too, where an update has several mini-batches.
+    "score": frozenset({"policy_parameters", "reference_parameters"}),
+    "update": frozenset({"policy_parameters", "policy_gradients", "optimizer_masters", "optimizer_moments"}),
+    "publish": frozenset({"policy_parameters"}),
+}
