@@ -179,7 +179,7 @@ class SharedMemorySink:
             reply = self._wait(what)
         except BlockingIOError as error:
             # Part of the request may be on its way: nothing that follows on this connection could be understood.
-            self._lost = f"the weight receiver did not read `{kind}` within {self._deadline_seconds:.0f} s"
+            self._lost = f"the weight receiver did not read `{kind}` within {self._deadline_seconds:g} s"
             raise ReceiverFailure(self._lost) from error
         except (EOFError, OSError) as error:
             self._lost = f"the weight receiver is gone; waited for {what}"
@@ -198,7 +198,7 @@ class SharedMemorySink:
                 continue  # the late answer to a request that was given up
             if self._is_alive is not None and not self._is_alive():
                 raise ReceiverFailure(f"the weight receiver's process ended; waited for {what}")
-        raise ReceiverFailure(f"{what} did not come within {self._deadline_seconds:.0f} s")
+        raise ReceiverFailure(f"{what} did not come within {self._deadline_seconds:g} s")
 
 
 def _limit_sending(connection: Connection, seconds: float) -> None:
@@ -245,7 +245,7 @@ class SharedMemoryReceiver:
             try:
                 if not self._connection.poll(seconds):
                     what = f"the next request of publish {self._publishing}" if in_publish else "the next publish"
-                    raise TimeoutError(f"waited {seconds:.0f} s for {what}")
+                    raise TimeoutError(f"waited {seconds:g} s for {what}")
                 request: Request = self._connection.recv()
                 self._connection.send(self._answer(request))
             except (EOFError, ConnectionError):
@@ -306,10 +306,8 @@ class SharedMemoryReceiver:
         if self._publishing is None:
             raise RuntimeError("commit without begin")
         if len(self._arrived) != request.num_tensors or set(self.tensors) != self._arrived:
-            stale = sorted(set(self.tensors) - self._arrived)
-            raise ValueError(
-                f"{len(self._arrived)} of {request.num_tensors} tensors arrived, {len(stale)} are old: {stale}"
-            )
+            old = sorted(set(self.tensors) - self._arrived)
+            raise ValueError(f"{len(self._arrived)} of {request.num_tensors} tensors arrived; still old: {old}")
         if self._on_commit is not None:
             self._on_commit(self.tensors)
         self.version, self._publishing = self._publishing, None

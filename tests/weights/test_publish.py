@@ -1,0 +1,158 @@
+"""Publishing on one rank: buckets by hand, failures of the sink, comparison afterwards."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from grpo_megatron.families.describe import describe
+from grpo_megatron.parallel.collectives import RankFailure
+from grpo_megatron.parallel.groups import Groups
+from grpo_megatron.weights.checksum import checksum
+from grpo_megatron.weights.gather import WalkEntry, WeightWalk
+from grpo_megatron.weights.publish import Publisher, plan_buckets, sample_names
+from grpo_megatron.weights.sink import Bucket
+from tests.building import build_tiny_policy
+
+pytestmark = pytest.mark.unit
+
+
+class RecordingSink:
+    """Keeps what it is given, in this process; fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.calls: list[str] = []
+        self.buckets: list[Bucket] = []
+        self.fail_in = ""
+        self.spoil = ""
+        self._version, self._next = -1, -1
+
+    def _step(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.fail_in:
+            raise OSError(f"no more room in {name}")
+
+    def begin(self, version: int) -> None:
+        self._version, self._next = -1, version
+        self.buckets.clear()
+        self._step("begin")
+
+    def put(self, bucket: Bucket) -> None:
+        self._step(f"put {bucket.index}")
+        self.buckets.append(bucket)
+        for entry in bucket.entries:
+            size = torch.Size(entry.shape).numel() * entry.dtype.itemsize
+            part = bucket.buffer[entry.offset_bytes : entry.offset_bytes + size]
+            self.tensors[entry.name] = part.clone().view(entry.dtype).view(entry.shape)
+        if self.spoil in self.tensors:
+            self.tensors[self.spoil].view(-1)[0] += 1
+
+    def commit(self) -> None:
+        self._step("commit")
+        self._version = self._next
+
+    def abort(self) -> None:
+        self._step("abort")
+        self._version = -1
+
+    def version(self) -> int:
+        return self._version
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        return {name: checksum(self.tensors[name]) for name in names}
+
+
+def _entry(name: str, count: int) -> WalkEntry:
+    return WalkEntry(name, (count,), torch.bfloat16)
+
+
+def test_buckets_by_hand() -> None:
+    """64-byte steps; 256 bytes a bucket. Exactly full (case W2), larger than a bucket, and a rest."""
+    entries = [_entry("a", 128), _entry("b", 3), _entry("c", 96), _entry("d", 300), _entry("e", 1)]
+    plans = plan_buckets(entries, 256)
+    assert [[(entry.name, entry.offset_bytes) for entry in plan.entries] for plan in plans] == [
+        [("a", 0)],
+        [("b", 0), ("c", 64)],
+        [("d", 0)],
+        [("e", 0)],
+    ]
+    assert [plan.num_bytes for plan in plans] == [256, 256, 600, 2]
+
+
+def test_the_sample_depends_on_the_version_only() -> None:
+    names = [f"tensor-{i}" for i in range(100)]
+    assert sample_names(names, 7) == sample_names(list(names), 7)
+    assert sample_names(names, 7) != sample_names(names, 8)
+    assert sample_names(["only"], 1) == ["only"]
+
+
+@pytest.fixture
+def sink() -> RecordingSink:
+    return RecordingSink()
+
+
+@pytest.fixture
+def publisher(tiny_llama: Path, single_rank_groups: Groups, sink: RecordingSink) -> Publisher:
+    chunks = build_tiny_policy(tiny_llama, single_rank_groups)
+    walk = WeightWalk(chunks, describe(tiny_llama), single_rank_groups)
+    # One embedding of 151 x 64 floats fills a bucket to the last byte.
+    return Publisher(walk, sink, single_rank_groups, bucket_bytes=151 * 64 * 4)
+
+
+def test_every_tensor_arrives_as_it_is_in_the_checkpoint(
+    tiny_llama: Path, publisher: Publisher, sink: RecordingSink
+) -> None:
+    report = publisher.publish(3, compare="all")
+    stored = load_file(tiny_llama / "model.safetensors")
+    assert sink.tensors.keys() == stored.keys()
+    assert all(torch.equal(sink.tensors[name], stored[name]) for name in stored)
+    assert (report.version, report.num_compared) == (3, len(stored))
+    assert report.num_bytes == sum(tensor.nbytes for tensor in stored.values())
+    assert report.num_buckets == len(sink.buckets) > 3
+    assert sink.buckets[0].buffer.nbytes == publisher.num_buffer_bytes == 151 * 64 * 4
+    assert len({bucket.buffer.data_ptr() for bucket in sink.buckets}) == 1
+
+
+@pytest.mark.parametrize("fail_in", ["begin", "put 0", "put 2", "commit"])
+def test_a_sink_that_fails_is_aborted_and_the_next_publish_works(
+    publisher: Publisher, sink: RecordingSink, fail_in: str
+) -> None:
+    """Case W4."""
+    publisher.publish(1)
+    sink.fail_in = fail_in
+    with pytest.raises(RankFailure, match=f"publish of version 2.*\n.*no more room in {fail_in}"):
+        publisher.publish(2)
+    assert sink.calls[-2:] == [fail_in, "abort"]
+    assert sink.version() == -1
+    sink.fail_in = ""
+    publisher.publish(3, compare="all")
+    assert sink.version() == 3
+
+
+def test_an_error_while_aborting_does_not_hide_the_first_one(publisher: Publisher, sink: RecordingSink) -> None:
+    sink.fail_in = "commit"
+    sink.abort = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    with pytest.raises(RankFailure, match="no more room in commit"):
+        publisher.publish(1)
+
+
+def test_a_tensor_that_arrives_changed_is_named_and_the_version_is_not_served(
+    publisher: Publisher, sink: RecordingSink
+) -> None:
+    sink.spoil = "model.norm.weight"
+    with pytest.raises(RankFailure, match="checksums differ for 1 of .*: model.norm.weight"):
+        publisher.publish(1, compare="all")
+    assert sink.version() == -1
+
+
+def test_the_full_comparison_finds_what_the_sample_missed(publisher: Publisher, sink: RecordingSink) -> None:
+    publisher.publish(1)
+    assert publisher.compare_all(1) == len(sink.tensors)
+    sink.tensors["model.norm.weight"][5] += 1
+    with pytest.raises(RankFailure, match=r"model\.norm\.weight"):
+        publisher.compare_all(1)
+    with pytest.raises(RankFailure, match="serves version 1, not 2"):
+        publisher.compare_all(2)

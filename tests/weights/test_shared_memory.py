@@ -1,0 +1,190 @@
+"""The shared-memory sink against a real receiver in another process, one that is slow, hangs, dies or refuses."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_megatron.weights.checksum import checksum
+from grpo_megatron.weights.shared_memory import ReceiverFailure, Request, SharedMemoryReceiver, SharedMemorySink
+from grpo_megatron.weights.sink import Bucket, BucketEntry
+
+pytestmark = pytest.mark.unit
+
+
+class _SlowReceiver(SharedMemoryReceiver):
+    def _take(self, request: Request) -> None:
+        time.sleep(0.2)
+        super()._take(request)
+
+
+def _receive(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    _SlowReceiver(connection, idle_seconds=60, deadline_seconds=30).serve()
+
+
+class _Pair:
+    """A sink here, a receiver in another process."""
+
+    def __init__(self, folder: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self.process = context.Process(target=_receive, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.folder = folder
+        self.sink = SharedMemorySink(ours, deadline_seconds=30.0, folder=folder)
+        self.buffer = self.sink.allocate(256)
+
+    def put(self, index: int, value: float) -> None:
+        self.sink.put(_bucket(self.buffer, index, value))
+
+    def checksum(self, name: str) -> int:
+        return self.sink.checksums([name])[name]
+
+    def end(self) -> None:
+        self.sink.close()
+        self.process.join(10)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(10)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Pair]:
+    """One receiver for many tests: every whole version consists of buckets 0 and 1."""
+    made = _Pair(tmp_path_factory.mktemp("shared"))
+    yield made
+    made.end()
+    assert made.process.exitcode == 0
+
+
+def _bucket(buffer: torch.Tensor, index: int, value: float) -> Bucket:
+    buffer[:128].view(torch.bfloat16).fill_(value)
+    entries = (BucketEntry(f"a{index}", torch.bfloat16, (8, 8), 0), BucketEntry(f"b{index}", torch.float32, (32,), 128))
+    return Bucket(index, entries, buffer[:256])
+
+
+def _expected(value: float) -> int:
+    return checksum(torch.full((8, 8), value, dtype=torch.bfloat16))
+
+
+def test_buckets_arrive_and_leave_no_file_behind(pair: _Pair) -> None:
+    for version in (1, 2):
+        pair.sink.begin(version)
+        assert pair.sink.version() == -1
+        pair.put(0, version)
+        pair.put(1, version + 0.5)
+        pair.sink.commit()
+        assert pair.sink.version() == version
+        assert (pair.checksum("a0"), pair.checksum("a1")) == (_expected(version), _expected(version + 0.5))
+    assert list(pair.folder.iterdir()) == []
+
+
+def test_a_bucket_from_other_memory_is_copied_into_the_shared_buffer(pair: _Pair) -> None:
+    pair.sink.begin(3)
+    pair.sink.put(_bucket(torch.zeros(256, dtype=torch.uint8), 0, 3.0))
+    assert pair.checksum("a0") == _expected(3.0)
+    with pytest.raises(ValueError, match="call allocate before begin"):
+        pair.sink.put(Bucket(1, (), torch.zeros(300, dtype=torch.uint8)))
+
+
+def test_a_slow_receiver_has_read_the_bucket_before_put_returns(pair: _Pair) -> None:
+    """Case W1: the buffer is overwritten at once after `put`, and nothing of that arrives."""
+    pair.sink.begin(4)
+    pair.put(0, 1.0)
+    pair.buffer.fill_(255)
+    assert pair.checksum("a0") == _expected(1.0)
+
+
+def test_an_incomplete_version_is_refused_and_not_served(pair: _Pair) -> None:
+    pair.sink.begin(5)
+    pair.put(0, 1.0)
+    pair.put(1, 1.0)
+    pair.sink.commit()
+    pair.sink.begin(6)
+    pair.put(0, 2.0)
+    with pytest.raises(ReceiverFailure, match=r"still old: \['a1', 'b1'\]"):
+        pair.sink.commit()
+    assert pair.sink.version() == -1
+    with pytest.raises(ReceiverFailure, match="sent twice"):
+        pair.put(0, 2.0)
+    pair.sink.abort()
+    with pytest.raises(ReceiverFailure, match="put without begin"):
+        pair.put(0, 2.0)
+    with pytest.raises(ReceiverFailure, match="never received: zz"):
+        pair.checksum("zz")
+
+
+def test_a_receiver_that_hangs_runs_into_the_deadline_and_its_late_answer_confuses_nobody(pair: _Pair) -> None:
+    pair.sink.begin(7)
+    pair.sink._deadline_seconds = 0.5
+    os.kill(pair.process.pid or 0, signal.SIGSTOP)
+    with pytest.raises(ReceiverFailure, match="answer to `put` did not come within 0.5 s"):
+        pair.put(0, 1.0)
+    os.kill(pair.process.pid or 0, signal.SIGCONT)
+    pair.sink._deadline_seconds = 30.0
+    pair.sink.abort()
+    pair.sink.begin(8)
+    pair.put(0, 2.0)
+    pair.put(1, 2.0)
+    pair.sink.commit()
+    assert pair.sink.version() == 8
+    assert pair.checksum("a0") == _expected(2.0)
+
+
+def test_a_receiver_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
+    pair = _Pair(tmp_path)
+    pair.sink.begin(1)
+    os.kill(pair.process.pid or 0, signal.SIGKILL)
+    pair.process.join(10)
+    start = time.monotonic()
+    with pytest.raises(ReceiverFailure, match="is gone; waited for the weight receiver's answer to `put`"):
+        pair.put(0, 1.0)
+    assert time.monotonic() - start < 5
+    pair.end()
+
+
+def test_a_receiver_that_stops_reading_cannot_block_the_sender(tmp_path: Path) -> None:
+    """The request is larger than the line's buffer, so sending it blocks."""
+    ours, theirs = multiprocessing.Pipe()
+    sink = SharedMemorySink(ours, deadline_seconds=0.5, folder=tmp_path)
+    buffer = sink.allocate(64)
+    entries = tuple(BucketEntry(f"tensor-{i}" * 20, torch.uint8, (1,), 0) for i in range(20000))
+    start = time.monotonic()
+    with pytest.raises(ReceiverFailure, match="did not read `put` within"):
+        sink.put(Bucket(0, entries, buffer))
+    with pytest.raises(ReceiverFailure, match="did not read `put`"):
+        sink.commit()
+    assert time.monotonic() - start < 10
+    sink.close()
+    theirs.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_cannot_be_reserved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    sink = SharedMemorySink(ours, folder=tmp_path)
+    with pytest.raises(OSError, match="make the buckets smaller"):
+        sink.allocate(2**60)
+    assert list(tmp_path.iterdir()) == []
+    theirs.close()
+    sink.close()
+
+
+def test_the_receiver_ends_when_the_sender_is_gone_and_complains_when_it_is_late() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    receiver = SharedMemoryReceiver(theirs, deadline_seconds=0.1, idle_seconds=0.2)
+    with pytest.raises(TimeoutError, match="waited 0.2 s for the next publish"):
+        receiver.serve()
+    ours.send(Request(1, "begin", version=4))
+    with pytest.raises(TimeoutError, match="next request of publish 4"):
+        receiver.serve()
+    ours.close()
+    receiver.serve()
