@@ -66,7 +66,7 @@ def exit_code(failures: Mapping[int, Any]) -> int:
     """
     order = sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))
     codes = [failures[rank].exitcode for rank in order]
-    causes = [code for code in codes if code not in (ENDED_EARLY, -signal.SIGTERM)]
+    causes = [code for code in codes if code not in (ENDED_EARLY, -signal.SIGTERM, 128 + signal.SIGTERM)]
     consequence = ENDED_EARLY if ENDED_EARLY in codes else codes[0]
     chosen = causes[0] if causes else consequence
     return 128 - chosen if chosen < 0 else chosen
