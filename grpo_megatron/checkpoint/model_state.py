@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
 from grpo_megatron.checkpoint.base import CheckpointError, Coordination
-from grpo_megatron.checkpoint.torch_dist import load_sharded, save_sharded
+from grpo_megatron.checkpoint.torch_dist import has_part, load_sharded, save_sharded
 from grpo_megatron.platform.optimizer_checkpoint import repair
 
 GatherOptimizer = Literal["every_rank", "first_rank"]
@@ -52,13 +52,13 @@ class ModelState:
             CheckpointError: the model or the optimizer in the folder is another one; names what differs.
         """
         self._assert_on_device("loaded")
+        if self.optimizer is not None and not has_part(folder, "optimizer"):
+            raise CheckpointError(f"{folder} has weights but no optimizer: it was not saved by a training run")
         loaded = load_sharded(self._sharded_state("load"), folder)
         for key, module in self._modules():
             module.load_state_dict(loaded[key], strict=True)
         if self.optimizer is None:
             return
-        if "optimizer" not in loaded:
-            raise CheckpointError(f"{folder} has weights but no optimizer: it was not saved by a training run")
         configured = [dict(group) for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(loaded["optimizer"])
         # The checkpoint's learning rate, decay and betas came along; those of this run's configuration count.

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.checkpoint.base import CheckpointError, Coordination
 from grpo_megatron.checkpoint.store import explain_os_error
@@ -28,6 +29,8 @@ from grpo_megatron.platform.checkpoint_writer import ASYNC_SAVE_ARGUMENTS, write
 COMMON_NAME = "common.pt"
 WRITERS_PER_RANK = 2
 """Threads and files per rank: serialising one tensor overlaps with writing another."""
+_REASON_CHARACTERS = 400
+"""Of a message that may list every tensor of the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,16 @@ def load_sharded(sharded_state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     try:
         return dist_checkpointing.load(sharded_state, str(folder))
-    except (OSError, RuntimeError, KeyError, ValueError, dist_checkpointing.core.CheckpointingException) as error:
-        raise CheckpointError(f"{folder} does not fit this model: {error}") from error
+    except CheckpointException as error:  # a BaseException: what the ranks met, each under its number
+        reasons = {str(cause)[:_REASON_CHARACTERS] for cause, _ in error.failures.values()}
+        raise CheckpointError(f"{folder} does not fit this model: {'; '.join(sorted(reasons))}") from error
+    except (OSError, RuntimeError, KeyError, ValueError, CheckpointingException) as error:
+        raise CheckpointError(f"{folder} does not fit this model: {str(error)[:_REASON_CHARACTERS]}") from error
+
+
+def has_part(folder: Path, name: str) -> bool:
+    """Whether the state dict that was saved had this part at its top. Not collective."""
+    return name in dist_checkpointing.load_common_state_dict(str(folder))
 
 
 def _write_buckets(writer: FileSystemWriterAsync) -> list[Any]:
