@@ -70,7 +70,10 @@ class RequestSource(Protocol):
     """Where an engine gets its tickets. Asked only on the leader of a model-parallel group."""
 
     def take(self, max_rollouts: int) -> Sequence[RolloutRequest] | None:
-        """Return requests of at most `max_rollouts` answers in all, [] if none now, None if there are no more."""
+        """Return requests of at most `max_rollouts` answers in all, [] if none now, None if there are no more.
+
+        A request that is larger comes alone: the engine starts as many of its answers as it has room for.
+        """
 
 
 class RolloutEngine(Protocol):
