@@ -6,6 +6,7 @@ import torch
 from megatron.core import tensor_parallel
 
 HeadDtype = Literal["float32", "model"]
+_PIECE_ROWS = 1024
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor, head_dtype: HeadDtype) -> torch.Tensor:
@@ -17,8 +18,28 @@ def head_logits(hidden: torch.Tensor, weight: torch.Tensor, head_dtype: HeadDtyp
         return torch.matmul(hidden, weight.t())
     if hidden.is_cuda:
         flat = torch.mm(hidden.reshape(-1, hidden.size(-1)), weight.t(), out_dtype=torch.float32)
-        return flat.view(*hidden.shape[:-1], -1)
-    return torch.matmul(hidden.float(), weight.float().t())
+        return flat.view(*hidden.shape[:-1], weight.size(0))
+    return _float32_logits_on_cpu(hidden, weight)
+
+
+def _float32_logits_on_cpu(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[..., hidden] x [rows, hidden] -> float32 [..., rows]; no gradient goes through it.
+
+    The weight is converted piece by piece into a buffer that stays in the processor's cache: a float32 copy of the
+    whole costs more in page faults than the product. oneDNN is twice as fast here as what torch takes for float32.
+    """
+    inputs = hidden.reshape(-1, hidden.size(-1)).float()
+    logits = inputs.new_empty(inputs.size(0), weight.size(0))
+    piece = inputs.new_empty(min(_PIECE_ROWS, weight.size(0)), weight.size(1))
+    for start in range(0, weight.size(0), _PIECE_ROWS):
+        rows = weight[start : start + _PIECE_ROWS]
+        part = piece[: rows.size(0)].copy_(rows)
+        if torch.backends.mkldnn.is_available() and inputs.size(0):
+            product = torch.ops.mkldnn._linear_pointwise(inputs, part, None, "none", [], "")
+        else:
+            product = torch.nn.functional.linear(inputs, part)
+        logits[:, start : start + rows.size(0)] = product
+    return logits.view(*hidden.shape[:-1], weight.size(0))
 
 
 def mask_padding_(logits: torch.Tensor, *, first_row: int, vocab_size: int) -> torch.Tensor:
