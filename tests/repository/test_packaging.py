@@ -21,6 +21,7 @@ OPTIONAL = {
     "sglang": "engine",
     "vllm": "engine",
     "wandb": "extra wandb",
+    "reasoning_gym": "extra reasoning-gym",
     "transformer_engine": "extra gpu",
     "flash_attn": "used where it is installed",
     "apex": "used where it is installed",
