@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+FIGURES = ("accuracy_before", "accuracy_after", "anywhere_before", "anywhere_after", "num_problems", "train_seconds")
+
 
 def summarize(folder: Path) -> dict[str, Any]:
     """The figures of a finished run.
@@ -22,21 +24,11 @@ def summarize(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} is not there: did the run end?")
     report = json.loads(file.read_text())
-    try:
-        before, after = report["evaluation_before"], report["evaluation_after"]
-        summary = {
-            "accuracy_before": before["accuracy"],
-            "accuracy_after": after["accuracy"],
-            "anywhere_before": before["anywhere"],
-            "anywhere_after": after["anywhere"],
-            "num_problems": after["num_problems"],
-            "train_seconds": report["train_seconds"],
-            "run": str(folder),
-            "checkpoint": report["export"],
-        }
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} lacks a figure ({error}): were both evaluations on?") from None
-    if not (Path(summary["checkpoint"] or "") / "config.json").is_file():
+    missing = [key for key in (*FIGURES, "export") if report.get(key) is None]
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(missing)}: did the run end, with both evaluations and an export?")
+    summary = {key: report[key] for key in FIGURES} | {"run": str(folder), "checkpoint": report["export"]}
+    if not (Path(summary["checkpoint"]) / "config.json").is_file():
         raise ValueError(f"{file} names the checkpoint {summary['checkpoint']}, and no config.json is there")
     return summary
 
