@@ -106,9 +106,7 @@ def build_policy(
     config = transformer_config(description, settings, groups, platform, kernels)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(
-            config, transformer_engine=kernels.transformer_engine, stage=groups.stage
-        ),
+        transformer_layer_spec=layer_spec(config, transformer_engine=kernels.transformer_engine, stage=groups.stage),
         vocab_size=padded_vocab_size(description.vocab_size, groups.grid.tensor),
         max_sequence_length=settings.max_sequence_tokens,
         pre_process=groups.is_first_stage,

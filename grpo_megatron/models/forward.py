@@ -58,9 +58,7 @@ def hidden_states(model: GPTModel, inputs: PackedInputs) -> torch.Tensor:
     packed = _packed_parameters(inputs.structure[0])
     # With cumulative lengths megatron-core rotates by the index inside each sequence, which is its position.
     angles = rotary_angles(frequencies, torch.arange(packed.max_seqlen_q, device=frequencies.device))
-    return model.decoder(
-        hidden_states=embedded, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed
-    )
+    return model.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=packed)
 
 
 def _packed_parameters(block_ids: torch.Tensor) -> PackedSeqParams:
@@ -73,9 +71,7 @@ def _packed_parameters(block_ids: torch.Tensor) -> PackedSeqParams:
     )
 
 
-def read_targets(
-    model: GPTModel, hidden: torch.Tensor, inputs: PackedInputs, *, temperature: float
-) -> TargetLogprobs:
+def read_targets(model: GPTModel, hidden: torch.Tensor, inputs: PackedInputs, *, temperature: float) -> TargetLogprobs:
     """Log-probs and entropy of the targets, at the last stage. Collective over the tensor-parallel group."""
     head = model.output_layer
     assert isinstance(head, OutputHead), "the head was not adopted by build_policy"

@@ -83,9 +83,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, sett
     return mask_padding_(logits, first_row=settings.group.rank() * weight.size(0), vocab_size=settings.vocab_size)
 
 
-def _own_columns(
-    targets: torch.Tensor, num_rows: int, settings: HeadSettings
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_columns(targets: torch.Tensor, num_rows: int, settings: HeadSettings) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices of the targets that lie on this rank, and every target's column here (0 where it is elsewhere)."""
     columns = targets - settings.group.rank() * num_rows
     is_own = (columns >= 0) & (columns < num_rows)

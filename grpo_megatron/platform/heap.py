@@ -1,6 +1,7 @@
 """Giving freed heap memory back to the operating system."""
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 
@@ -12,7 +13,7 @@ def return_free_memory() -> None:
 
 
 @cache
-def _find_trim() -> ctypes._NamedFuncPointer | None:
+def _find_trim() -> Callable[[int], int] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):

@@ -18,7 +18,9 @@ class Kernels:
     def describe(self) -> str:
         """One line for the log at start."""
         used = {
-            "layers": "transformer_engine" if self.transformer_engine else "megatron-core local, attention on torch SDPA",
+            "layers": "transformer_engine"
+            if self.transformer_engine
+            else "megatron-core local, attention on torch SDPA",
             "paged attention": "flash-attn" if self.flash_attention else "torch",
             "optimizer": "apex" if self.apex else "torch",
         }

@@ -1,11 +1,12 @@
-"""Three repairs of megatron-core's distributed optimizer around torch's AdamW.
+"""Repairs of how megatron-core's distributed optimizer is saved and loaded. Each says what happens without it.
 
-megatron-core is written for the fused Adam of Transformer Engine or apex, which counts steps per parameter group.
-torch's AdamW counts them in a tensor per parameter, made at the first step; saving and loading trip over that.
-`repair()` changes nothing where one of the two libraries is there.
+One concerns every optimizer. Three concern torch's AdamW, which stands in where neither Transformer Engine nor apex
+is there: their fused Adam counts steps per parameter group, AdamW in a tensor per parameter, made at the first step.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,10 +16,50 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 @cache
-def repair() -> bool:
-    """Apply the repairs once; returns whether they were needed."""
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        return False
+def repair() -> None:
+    """Apply once what this version and this machine need."""
+    # The mark of the bug: where it is mended, nothing has to be filled up with zeros any more.
+    if "padded with zeros" in inspect.getsource(DistributedOptimizer.sharded_param_state_fully_reshardable):
+        _repair_offsets_behind_padding()
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        _repair_step_counts()
+
+
+def _repair_offsets_behind_padding() -> None:
+    """Masters and moments are packed without the padding between buckets, then cut out at offsets that count it.
+
+    Every parameter behind the first bucket is saved shifted, and the last ones partly as zeros. Tied embeddings on
+    two pipeline stages are enough: they have a bucket of their own.
+    """
+    original = DistributedOptimizer.sharded_param_state_fully_reshardable
+
+    def sharded_param_state(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        with _offsets_without_padding(self.buffers):
+            return original(self, *args, **kwargs)
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = sharded_param_state
+
+
+@contextmanager
+def _offsets_without_padding(buffers: list[Any]) -> Iterator[None]:
+    maps = [buffer.param_index_map for buffer in buffers]
+    try:
+        for buffer in buffers:
+            removed_before, removed = [], 0
+            for (start, end), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):
+                removed_before.append(removed)
+                removed += end - start - bucket.numel_unpadded
+            buffer.param_index_map = {
+                parameter: (start - removed_before[bucket], end - removed_before[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
+        yield
+    finally:
+        for buffer, original in zip(buffers, maps, strict=True):
+            buffer.param_index_map = original
+
+
+def _repair_step_counts() -> None:
     original_state_dict = DistributedOptimizer.state_dict
     original_load = DistributedOptimizer.load_state_dict
 
@@ -46,7 +87,6 @@ def repair() -> bool:
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
-    return True
 
 
 def _make_missing_states(optimizer: torch.optim.Optimizer) -> None:

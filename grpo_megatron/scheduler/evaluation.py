@@ -50,7 +50,6 @@ class Evaluation:
         sampling: SamplingSettings,
         decode: Callable[[Sequence[int]], str],
         deadline_seconds: float,
-        on_result: Callable[[EvaluationResult], None],
     ) -> None:
         self._prompts = tuple(prompts)
         self._generation = generation
@@ -62,7 +61,7 @@ class Evaluation:
         self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, max_new_tokens=longest)
         self._decode = decode
         self._deadline_seconds = deadline_seconds
-        self._on_result = on_result
+        self.on_result: Callable[[EvaluationResult], None] = lambda result: None
         self.before: EvaluationResult | None = None
         self.latest: EvaluationResult | None = None
 
@@ -77,10 +76,15 @@ class Evaluation:
             None if state[name] is None else EvaluationResult(**state[name]) for name in ("before", "latest")
         )
 
-    def is_due(self, version: int, *, is_last: bool) -> bool:
-        """Whether to evaluate after this version was published."""
+    def is_due(self, version: int, *, num_steps: int) -> bool:
+        """Whether to evaluate this version: at the start, at the end, every so many steps; never twice."""
+        if self.latest is not None and self.latest.version == version:
+            return False
         every = self._monitor.evaluate_every_steps
-        return (is_last and self._monitor.evaluate_at_end) or (every > 0 and version % every == 0)
+        at_border = (version == 0 and self._monitor.evaluate_at_start) or (
+            version == num_steps and self._monitor.evaluate_at_end
+        )
+        return at_border or (every > 0 and version > 0 and version % every == 0)
 
     def run(self, version: int) -> EvaluationResult:
         """Generate, score, average. Collective over the world.
@@ -111,7 +115,7 @@ class Evaluation:
         )
         self.before = self.before or result
         self.latest = result
-        self._on_result(result)
+        self.on_result(result)
         return result
 
     def _submit(self, prompt: Prompt, rollout: Rollout) -> None:

@@ -5,7 +5,7 @@ from grpo_megatron.scheduler.run import Run
 
 def train(run: Run) -> None:
     """One GRPO run. Every rank executes this function; collectives happen inside the parts."""
-    run.evaluation.at_start()
+    run.evaluate_if_due(run.progress.next_step)
     for step in run.remaining_steps():  # starts after the last checkpoint
         with run.phase("rollout"):  # resident: policy weights, key-value cache
             rollouts = run.rollouts.take(step)  # sync: generate now; async: collect what is ready
@@ -23,5 +23,6 @@ def train(run: Run) -> None:
             run.rollouts.start(step + 1)  # async only; nothing in sync mode
 
         report = run.reporter.report(step, scored, batch, stats)
-        run.recovery.settle(step, report)  # save, go on, or stop; evaluates where it is due
-    run.evaluation.at_end()
+        run.evaluate_if_due(step + 1)
+        run.recovery.settle(step, report)  # save, go on, or end
+    run.finish()  # export, plots, report

@@ -22,3 +22,6 @@ PHASES: Mapping[PhaseName, frozenset[GroupName]] = {
     "update": frozenset({"policy_parameters", "policy_gradients", "optimizer_masters", "optimizer_moments"}),
     "publish": frozenset({"policy_parameters"}),
 }
+
+CHECKPOINT_NEEDS: frozenset[GroupName] = frozenset({"policy_parameters", "optimizer_masters", "optimizer_moments"})
+"""What a checkpoint reads."""

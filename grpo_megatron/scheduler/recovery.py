@@ -1,12 +1,22 @@
-"""After every step: save if it is due, end if a signal or a health rule says so; and resume at the start."""
+"""After every step: save if it is due, end if a signal or a health rule says so. And resume at the start."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from grpo_megatron.checkpoint.base import CheckpointError, Coordination, Stateful
-from grpo_megatron.config.schema import CheckpointSection
+from grpo_megatron.checkpoint.base import CheckpointError
+from grpo_megatron.checkpoint.checkpointer import Checkpointer, LoadReport, Model, RunState
+from grpo_megatron.checkpoint.manifest import Description
+from grpo_megatron.config.schema import CheckpointSection, RunSection
+from grpo_megatron.memory.manager import MemoryManager
+from grpo_megatron.parallel.groups import Groups
+from grpo_megatron.scheduler.phases import CHECKPOINT_NEEDS
+from grpo_megatron.scheduler.reporting import JudgedStep
+from grpo_megatron.scheduler.signals import StopRequest
+
+EXIT_STOPPED_BY_HEALTH = 4
+EXIT_ENDED_ON_SIGNAL = 5
 
 
 class StopRun(Exception):
@@ -18,16 +28,123 @@ class StopRun(Exception):
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far the run is. A `Stateful`."""
 
     next_step: int = 0
+    """Steps done so far, over all starts: the policy version that is saved."""
     train_seconds: float = 0.0
-    """Of all steps so far, over all starts of this run, without evaluations and checkpoints."""
+    """Of those steps, without evaluations and checkpoints."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"next_step": self.next_step, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.next_step = state["next_step"]
-        self.train_seconds = state["train_seconds"]
+        self.next_step = int(state["next_step"])
+        self.train_seconds = float(state["train_seconds"])
+
+
+class Recovery:
+    """Owns when a version is saved, and what is done about a bad step."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        model: Model,
+        state: RunState,
+        progress: RunProgress,
+        *,
+        describe: Callable[[int], Description],
+        section: CheckpointSection,
+        num_steps: int,
+        memory: MemoryManager,
+        groups: Groups,
+        stop_request: StopRequest,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._model = model
+        self._state = state
+        self._progress = progress
+        self._describe = describe
+        self._section = section
+        self._num_steps = num_steps
+        self._memory = memory
+        self._groups = groups
+        self._stop_request = stop_request
+        self._say = say
+        self._warn = warn
+        self._saved_version: int | None = None
+
+    def resume(self, section: RunSection) -> LoadReport | None:
+        """Restore what `run.resume` asks for; None: this is a new run. Collective over the world.
+
+        Raises:
+            CheckpointError: on every rank; what was asked for is not there, or there is something and nothing was
+                asked for.
+        """
+        if section.resume == "never":
+            found, _ = self._checkpointer.find()
+            if found is not None:
+                raise CheckpointError(
+                    f"run.resume: never, but {found.path} is there; choose another run.name or set run.resume=auto"
+                )
+            return None
+        version = None if section.resume == "auto" else section.resume
+        report = self._checkpointer.load(version, self._model, self._state)
+        if report is None:
+            return None
+        for skipped in report.skipped:
+            self._warn(str(skipped))
+        self._checkpointer.set_aside_after(report.checkpoint.version)
+        self._saved_version = report.checkpoint.version
+        self._say(
+            f"resumed from version {report.checkpoint.version} ({report.checkpoint.path}, {report.seconds:.1f} s); "
+            f"random numbers of single ranks: {report.per_rank_state.per_rank}"
+        )
+        return report
+
+    def settle(self, step: int, judged: JudgedStep) -> None:
+        """Note the step, then save, go on, or end. Collective over the world.
+
+        Raises:
+            StopRun: on every rank, after a signal (saved) or by a health rule (not saved: the version is bad).
+            CheckpointError: on every rank, if a save failed and `checkpoint.on_failure` is `stop`.
+        """
+        version = step + 1
+        self._progress.next_step = version
+        self._progress.train_seconds += judged.report.seconds
+        if judged.verdict == "stop":
+            saved = (
+                "nothing was saved before" if self._saved_version is None else f"version {self._saved_version} is saved"
+            )
+            raise StopRun(f"step {version}: a health rule stopped the run; {saved}", EXIT_STOPPED_BY_HEALTH)
+        signal_name = self._stop_request.agreed(self._groups)
+        every = self._section.every_steps
+        if signal_name is not None or version == self._num_steps or (every > 0 and version % every == 0):
+            self._save(version)
+        if signal_name is not None and version < self._num_steps:
+            raise StopRun(
+                f"{signal_name}: ended after step {version} of {self._num_steps}; version {self._saved_version} is "
+                "saved, start again to go on",
+                EXIT_ENDED_ON_SIGNAL,
+            )
+
+    def _save(self, version: int) -> None:
+        if self._saved_version == version:
+            return
+        begin = time.monotonic()
+        self._memory.require("checkpoint", CHECKPOINT_NEEDS)
+        try:
+            report = self._checkpointer.save(version, self._model, self._state, self._describe(version))
+        except CheckpointError as error:
+            if self._section.on_failure == "stop":
+                raise
+            self._warn(f"version {version} was not saved, training goes on (checkpoint.on_failure: continue): {error}")
+            return
+        self._saved_version = version
+        self._say(
+            f"saved version {version}: {report.num_bytes / 1e6:.0f} MB in {time.monotonic() - begin:.1f} s "
+            f"({report.checkpoint.path})"
+        )

@@ -1,6 +1,6 @@
 """The policy update: one optimizer step per mini-batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from grpo_megatron.config.schema import TrainingSection
 from grpo_megatron.execution.pipeline import run_micro_batches
 from grpo_megatron.models.forward import hidden_states
 from grpo_megatron.platform.device import Platform
-from grpo_megatron.trainer.loss import grpo_loss, to_device
+from grpo_megatron.trainer.loss import DeviceBatch, grpo_loss, to_device
 from grpo_megatron.trainer.optimizer import OptimizedPolicy, wrap_policy
 
 
@@ -44,8 +44,18 @@ class PolicyTrainer:
         self.wrapped = self._policy.wrapped
         self.optimizer = self._policy.optimizer
 
-    def update(self, mini_batch: MiniBatch, *, learning_rate: float, first_mini_batch: bool) -> UpdateStats:
-        """Forward, backward, reduce, clip, step. Collective over all ranks."""
+    def update(
+        self,
+        mini_batch: MiniBatch,
+        *,
+        learning_rate: float,
+        first_mini_batch: bool,
+        on_micro_batch: Callable[[], None] = lambda: None,
+    ) -> UpdateStats:
+        """Forward, backward, reduce, clip, step. Collective over all ranks.
+
+        `on_micro_batch` is called when the forward of each micro-batch begins (progress).
+        """
         # What generation left in there are inference tensors, which cannot be saved for backward.
         parallel_state.get_global_memory_buffer().buffer.clear()
         for chunk in self.chunks:
@@ -53,13 +63,16 @@ class PolicyTrainer:
         for each in self.wrapped:
             each.zero_grad_buffer()
         self.optimizer.zero_grad()
-        finish = grpo_loss(
-            self._section, mini_batch, temperature=self._temperature, first_mini_batch=first_mini_batch
-        )
+        finish = grpo_loss(self._section, mini_batch, temperature=self._temperature, first_mini_batch=first_mini_batch)
+
+        def forward(model: torch.nn.Module, batch: DeviceBatch) -> torch.Tensor:
+            on_micro_batch()
+            return hidden_states(_unwrapped(model), batch.inputs)
+
         sums = run_micro_batches(
             self.wrapped,
             [to_device(each, self._platform.device) for each in mini_batch.micro_batches],
-            forward=lambda model, batch: hidden_states(_unwrapped(model), batch.inputs),
+            forward=forward,
             finish=lambda model, hidden, batch: finish(_unwrapped(model), hidden, batch),
             mode="training",
         )

@@ -17,7 +17,15 @@ from grpo_megatron.parallel.collectives import gather_objects
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.platform.device import current_platform
 from grpo_megatron.trainer.policy import PolicyTrainer
-from tests.building import ADVANTAGES, ANSWERS, PROMPT, answers_after, build_tiny_policy, empty_micro_batch, pack_by_hand
+from tests.building import (
+    ADVANTAGES,
+    ANSWERS,
+    PROMPT,
+    answers_after,
+    build_tiny_policy,
+    empty_micro_batch,
+    pack_by_hand,
+)
 from tests.distributed.harness import CaseContext, case
 from tests.tiny import make_tiny_llama
 
@@ -50,9 +58,7 @@ def _expected(folder: Path) -> tuple[float, float]:
 
 def _one_answer_each(multiple: int) -> list[MicroBatch]:
     return [
-        pack_by_hand(
-            PROMPT, [answer], advantages=[advantage], pad_to_multiple=multiple, first_rollout=index
-        )
+        pack_by_hand(PROMPT, [answer], advantages=[advantage], pad_to_multiple=multiple, first_rollout=index)
         for index, (answer, advantage) in enumerate(zip(ANSWERS, ADVANTAGES, strict=True))
     ]
 
