@@ -54,13 +54,14 @@ def merge_layers(file_tree: YamlTree, overrides: Sequence[str], *, file: str) ->
 
 
 def _apply_override(given: _Given, override: str) -> None:
-    repaired = repair(override, file=COMMAND_LINE, has_lines=False)
-    given.problems += repaired.problems
-    key, equals, text = (part.strip() for part in repaired.text.partition("="))
+    key, equals, text = (part.strip() for part in override.partition("="))
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
         given.problems.append(_malformed(override, key, equals))
         return
-    parsed = parse_yaml(text, file=COMMAND_LINE)
+    repaired = repair(text, file=COMMAND_LINE, has_lines=False)
+    for problem in repaired.problems:
+        given.problems.append(Problem(COMMAND_LINE, None, key, problem.message, f"write  {key}={repaired.text}"))
+    parsed = parse_yaml(repaired.text, file=COMMAND_LINE)
     path = tuple(key.split("."))
     for problem in parsed.problems:
         fix = problem.fix or "put the value in quotes"

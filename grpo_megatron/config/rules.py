@@ -11,7 +11,7 @@ from typing import Any
 from grpo_megatron.config.megatron_fields import check_megatron_section
 from grpo_megatron.config.options import find_options, nearest, value_at
 from grpo_megatron.config.problems import Origin, Problem, shown
-from grpo_megatron.config.schema import RULE_SCORERS, Config
+from grpo_megatron.config.schema import REWARD_NAMES, Config
 
 _STEP_ORDER = ("rollout", "score", "update", "publish")
 _PHASE_NEEDS = {"score": "the rollouts", "update": "the scores", "publish": "the updated weights"}
@@ -280,7 +280,7 @@ def _found_in_lists(config: Config) -> Iterator[tuple[str, str, str]]:
         if repeated:
             yield key, f"{', '.join(map(shown, repeated))} is there twice", "keep one"
     yield from _check_order(config.schedule.order)
-    yield from _check_scorer(config.modules.rewards.default)
+    yield from _check_reward(config.modules.rewards.default)
     for name, message, fix in check_megatron_section(config.megatron):
         yield f"megatron.{name}" if name else "megatron", message, fix
 
@@ -299,10 +299,10 @@ def _check_order(order: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
                 yield key, f"{phase} stands before {before}, and needs {_PHASE_NEEDS[phase]} from it", fix
 
 
-def _check_scorer(name: str) -> Iterator[tuple[str, str, str]]:
+def _check_reward(name: str) -> Iterator[tuple[str, str, str]]:
     module, colon, function = name.partition(":")
-    if name in RULE_SCORERS or (colon and function.isidentifier() and all(map(str.isidentifier, module.split(".")))):
+    if name in REWARD_NAMES or (colon and all(map(str.isidentifier, [*module.split("."), *function.split(".")]))):
         return
-    meant = nearest(name, RULE_SCORERS)
+    meant = nearest(name, REWARD_NAMES)
     fix = f"did you mean {meant}?" if meant else "write your own as  module:function"
-    yield "modules.rewards.default", f"{shown(name)} is no scorer; known: {', '.join(RULE_SCORERS)}", fix
+    yield "modules.rewards.default", f"{shown(name)} is no reward; known: {', '.join(REWARD_NAMES)}", fix

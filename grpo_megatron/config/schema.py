@@ -11,8 +11,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 EngineName = Literal["megatron", "sglang", "vllm"]
 PhaseName = Literal["rollout", "score", "update", "publish"]
-RULE_SCORERS = ("math", "exact", "number", "reasoning_gym")
-"""Scorers that `modules.rewards.default` and a prompt's `reward` may name, besides `module:function`."""
+REWARD_NAMES = ("math", "exact", "number", "reasoning_gym")
+"""What `modules.rewards.default` and a prompt's `reward` may name, besides `module:function`."""
 PositiveInt = Annotated[int, Ge(1)]
 CountInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]

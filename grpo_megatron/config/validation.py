@@ -104,12 +104,12 @@ def _fix_type(option: Option, value: Any, expected: str) -> str:
         return f"write the number alone, for instance  {name}: {number[0]}"
     if "whole number" in expected and isinstance(value, float) and value.is_integer() and "e" not in repr(value):
         return f"write  {name}: {int(value)}"
+    if expected.startswith("a list") and not isinstance(value, dict):
+        return f"write  {name}: [{shown(value)}]"
     if expected.endswith("text") and isinstance(value, (int, float)):
         return f'put it in quotes:  {name}: "{shown(value)}"'
     if expected.endswith("text") and isinstance(value, dict):
         return "put text with a colon in quotes"
-    if expected.startswith("a list") and not isinstance(value, dict):
-        return f"write  {name}: [{shown(value)}]"
     return ""
 
 

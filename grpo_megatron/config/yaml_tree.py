@@ -85,7 +85,9 @@ class _Converter:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if id(node) in self.open_nodes:
-            self._report(node, path, "the value contains itself through an alias (*)", "write the value out")
+            line = self.tree.lines[path]
+            what = "the value contains itself through an alias (*)"
+            self.tree.problems.append(Problem(self.file, line, ".".join(path), what, "write the value out"))
             return _UNREADABLE
         self.open_nodes.add(id(node))
         value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
@@ -183,7 +185,7 @@ def _explain(error: yaml.MarkedYAMLError, text: str, *, file: str) -> list[Probl
     if "could not find expected ':'" in what:
         return [Problem(file, opened, "", "a line without a colon", "write  key: value")]
     if "mapping values are not allowed" in what or "expected <block end>" in what:
-        return [_indentation_problem(lines, here or 1, file=file)]
+        return [_misplaced_key(lines, mark.line if mark else 0, mark.column if mark else 0, file=file)]
     if "another document" in what:
         return [Problem(file, here, "", "a second document starts here (---)", "keep one document")]
     if "cannot start any token" in what and mark is not None:
@@ -201,15 +203,15 @@ def _find_lines(lines: list[str], pattern: str, message: str, *, file: str) -> l
     ]
 
 
-def _indentation_problem(lines: list[str], number: int, *, file: str) -> Problem:
-    """A key that YAML cannot place: it starts in another column than its neighbours, or the line has two colons."""
-    before = [line for line in lines[: number - 1] if line.strip() and not line.lstrip().startswith("#")]
-    column, column_before = (_column(line) for line in (lines[number - 1], before[-1] if before else ""))
-    if before and column != column_before:
-        message = f"the line starts in column {column}, the one before it in column {column_before}"
-        return Problem(file, number, "", message, "start keys of the same section in the same column")
-    fix = 'put text that contains ": " in quotes, and each key on a line of its own'
-    return Problem(file, number, "", "a key in a place where none can be", fix)
+def _misplaced_key(lines: list[str], index: int, column: int, *, file: str) -> Problem:
+    """A second colon on the line, or a key that starts in another column than its neighbours."""
+    before = [line for line in lines[:index] if line.strip() and not line.lstrip().startswith("#")]
+    if ": " in lines[index][:column] or not before:
+        fix = 'put text that contains ": " in quotes, and each key on a line of its own'
+        return Problem(file, index + 1, "", "a second key on the line", fix)
+    start, start_before = _column(lines[index]), _column(before[-1])
+    message = f"the line starts in column {start}, the one before it in column {start_before}"
+    return Problem(file, index + 1, "", message, "start keys of the same section in the same column")
 
 
 def _column(line: str) -> int:
