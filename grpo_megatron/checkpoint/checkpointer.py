@@ -74,8 +74,22 @@ class LoadReport:
     seconds: float
 
 
+def open_checkpointer(folder: Path, *, keep: int, coordination: Coordination) -> "Checkpointer":
+    """Take the folder for this job. Collective over the world.
+
+    Raises:
+        CheckpointError: on every rank; another job holds the folder, or it cannot be written.
+    """
+    stores: list[CheckpointStore] = []
+    error = None
+    if coordination.rank == 0:
+        error = _attempt(lambda: stores.append(CheckpointStore(folder, keep=keep)), "opening the checkpoint folder")
+    coordination.agree(error, "opening the checkpoint folder")
+    return Checkpointer(stores[0] if stores else None, coordination)
+
+
 class Checkpointer:
-    """`store` is given on rank 0 and None on all other ranks."""
+    """`store` is given on rank 0 and None on all other ranks: see `open_checkpointer`."""
 
     def __init__(
         self, store: CheckpointStore | None, coordination: Coordination, *, visible_deadline_seconds: float = 60.0

@@ -15,7 +15,7 @@ from grpo_megatron.trainer.optimizer import inner_optimizers
 from tests.checkpoint.policies import TinyPolicy, assert_same_bits
 from tests.tiny import make_tiny_llama
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.numerics
 
 
 @pytest.fixture(scope="module")
