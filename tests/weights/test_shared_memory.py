@@ -1,11 +1,10 @@
-"""The shared-memory sink against a real receiver in another process, one that is slow, hangs, dies or refuses."""
+"""The shared-memory sink against a receiver in another process that is slow, hangs, dies or refuses."""
 
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -14,32 +13,16 @@ import torch
 from grpo_megatron.weights.checksum import checksum
 from grpo_megatron.weights.shared_memory import ReceiverFailure, Request, SharedMemoryReceiver, SharedMemorySink
 from grpo_megatron.weights.sink import Bucket, BucketEntry
+from tests.weights.receiving import ReceiverProcess
 
 pytestmark = pytest.mark.unit
 
 
-class _SlowReceiver(SharedMemoryReceiver):
-    def _take(self, request: Request) -> None:
-        time.sleep(0.2)
-        super()._take(request)
-
-
-def _receive(connection: Connection) -> None:
-    torch.set_num_threads(1)
-    _SlowReceiver(connection, idle_seconds=60, deadline_seconds=30).serve()
-
-
-class _Pair:
-    """A sink here, a receiver in another process."""
+class _Pair(ReceiverProcess):
+    """A sink here, a slow receiver in another process."""
 
     def __init__(self, folder: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self.process = context.Process(target=_receive, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.folder = folder
-        self.sink = SharedMemorySink(ours, deadline_seconds=30.0, folder=folder)
+        super().__init__(folder, seconds=0.2)
         self.buffer = self.sink.allocate(256)
 
     def put(self, index: int, value: float) -> None:
@@ -48,21 +31,13 @@ class _Pair:
     def checksum(self, name: str) -> int:
         return self.sink.checksums([name])[name]
 
-    def end(self) -> None:
-        self.sink.close()
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(10)
-
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Pair]:
     """One receiver for many tests: every whole version consists of buckets 0 and 1."""
     made = _Pair(tmp_path_factory.mktemp("shared"))
     yield made
-    made.end()
-    assert made.process.exitcode == 0
+    assert made.end() == 0
 
 
 def _bucket(buffer: torch.Tensor, index: int, value: float) -> Bucket:
