@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from grpo_megatron.monitor import records
 from grpo_megatron.monitor.history import FILE_NAME, History, read_history
 from grpo_megatron.monitor.records import EvaluationReport, StepReport
-from grpo_megatron.monitor.sinks import Sink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,18 +50,6 @@ def write_plots(folder: Path) -> list[Path]:
     files.append(target / "overview.png")
     overview.savefig(files[-1], dpi=DOTS_PER_INCH)
     return files
-
-
-class PlotSink(Sink):
-    """Draws when the run is over; put it after the sink that writes what it reads."""
-
-    name = "plots"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def close(self) -> None:
-        write_plots(self._folder)
 
 
 def _draw_reward(ax: "Axes", history: History) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,7 +47,15 @@ class SinkSet:
         self._sinks = list(sinks)
         self._warn = warn
         self.failures: dict[str, str] = {}
-        """Name of a sink that was switched off -> its error; belongs into the run report."""
+        """Name of what was switched off -> its error; belongs into the run report."""
+
+    @classmethod
+    def opened(cls, makers: Mapping[str, Callable[[], Sink]], *, warn: Callable[[str], None]) -> "SinkSet":
+        """Make each sink; one that cannot be made is left out, with a warning like one that fails later."""
+        sinks = cls([], warn=warn)
+        for name, make in makers.items():
+            sinks.attempt(name, "the start of the run", lambda make=make: sinks._sinks.append(make()))
+        return sinks
 
     def step(self, report: StepReport) -> None:
         self._each(f"step {report.step}", lambda sink: sink.step(report))
@@ -65,17 +73,21 @@ class SinkSet:
         self._each("the end of the run", lambda sink: sink.close())
         self._sinks = []
 
+    def attempt(self, name: str, what: str, action: Callable[[], object]) -> bool:
+        """Do something of monitoring's that may fail, such as drawing plots; return whether it went well."""
+        try:
+            action()
+        except Exception as error:  # whatever a disk or a library comes up with, training goes on
+            self.failures[name] = f"{type(error).__name__}: {error}"
+            self._warn(
+                f"{name} could not take {what} and is switched off for the rest of the run "
+                f"({self.failures[name]}); training goes on"
+            )
+            return False
+        return True
+
     def _each(self, what: str, action: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks):
-            try:
-                action(sink)
-            except Exception as error:  # whatever a disk or a library comes up with, training goes on
-                self._sinks.remove(sink)
-                self.failures[sink.name] = f"{type(error).__name__}: {error}"
-                self._warn(
-                    f"{sink.name} could not take {what} and is switched off for the rest of the run "
-                    f"({self.failures[sink.name]}); training goes on"
-                )
+        self._sinks = [sink for sink in self._sinks if self.attempt(sink.name, what, lambda sink=sink: action(sink))]
 
 
 class ConsoleSink(Sink):

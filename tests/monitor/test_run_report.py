@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.monitor import records
-from grpo_megatron.monitor.plots import PlotSink, write_plots
+from grpo_megatron.monitor.plots import write_plots
 from grpo_megatron.monitor.records import Alert, EvaluationReport, StepReport
 from grpo_megatron.monitor.run_report import RunReport, build_run_report, report_text, write_run_report
 from grpo_megatron.monitor.sinks import JsonlSink, SinkSet
@@ -126,5 +126,7 @@ def test_plots_that_cannot_be_drawn_do_not_stop_the_run(tmp_path: Path):
     write_run(tmp_path, num_steps=1)
     (tmp_path / "plots").write_text("a file where the folder should be")
     warnings: list[str] = []
-    SinkSet([PlotSink(tmp_path)], warn=warnings.append).close()
+    sinks = SinkSet([], warn=warnings.append)
+    assert not sinks.attempt("plots", "the end of the run", lambda: write_plots(tmp_path))
     assert len(warnings) == 1 and warnings[0].startswith("plots could not take the end of the run")
+    assert list(sinks.failures) == ["plots"]

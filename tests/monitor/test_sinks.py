@@ -169,6 +169,20 @@ def test_a_full_disk_switches_the_file_off_and_not_the_run(tmp_path: Path):
     assert len(warnings) == 1 and "metrics.jsonl could not take step 1" in warnings[0]
 
 
+def test_a_sink_that_cannot_be_opened_is_left_out_with_one_warning(tmp_path: Path):
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    warnings: list[str] = []
+    makers = {
+        "tensorboard": lambda: TensorboardSink(tmp_path / "tensorboard", resume_step=0),
+        "metrics.jsonl": lambda: JsonlSink(tmp_path, resume_step=0),
+    }
+    sinks = SinkSet.opened(makers, warn=warnings.append)
+    sinks.step(report(1))
+    assert len(warnings) == 1 and warnings[0].startswith("tensorboard could not take the start of the run")
+    assert list(sinks.failures) == ["tensorboard"]
+    assert len(read_history(tmp_path / "metrics.jsonl").steps) == 1
+
+
 def test_an_interrupt_is_not_swallowed():
     class Interrupted(Sink):
         def step(self, report: StepReport) -> None:
