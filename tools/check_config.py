@@ -8,6 +8,7 @@ Imports no deep-learning library. Exit codes: 0 it can run, 1 refused, 2 wrong u
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.config.availability import find_refusals
@@ -26,21 +27,30 @@ from grpo_megatron.scheduler.phases import PHASES, GroupName
 _MOST_RANKS_SHOWN = 16
 
 
+@dataclass(frozen=True)
+class Request:
+    """What was asked on the command line."""
+
+    file: Path
+    overrides: tuple[str, ...]
+    world_size: int | None
+
+
 def main(arguments: list[str]) -> int:
     """Print the report to standard output and what is wrong to standard error."""
-    options = _parse(arguments)
+    request = _parse(arguments)
     try:
-        loaded = load_config(options.file, options.overrides)
+        loaded = load_config(request.file, request.overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return _conclude(error.problems)
     config = loaded.config
-    problems = find_refusals(config, world_size=options.world_size, origins=loaded.origins)
+    problems = find_refusals(config, world_size=request.world_size, origins=loaded.origins)
     print("\n".join(_describe_values(loaded)))
     model, model_problems = _read_model(loaded, refused={problem.key for problem in problems})
-    grid = _make_grid(config, options.world_size)
+    grid = _make_grid(config, request.world_size)
     if grid is not None:
-        print("\n".join(_describe_ranks(grid, is_given=options.world_size is not None)))
+        print("\n".join(_describe_ranks(grid, is_given=request.world_size is not None)))
         print("\n".join(_describe_batch(config, grid)))
         stages: list[RankBytes] = []
         if model is not None:
@@ -57,12 +67,18 @@ def main(arguments: list[str]) -> int:
     return _conclude(problems)
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Say what a configuration means, without starting anything.")
-    parser.add_argument("file", metavar="FILE", type=Path, help="YAML file, for instance examples/seed.yaml")
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="values that replace those of the file")
+def _parse(arguments: list[str]) -> Request:
+    parser = argparse.ArgumentParser(
+        usage="check_config.py FILE [key.path=value ...] [--world-size N]",
+        description="Say what a configuration means, without starting anything.",
+        epilog="FILE is YAML, for instance examples/seed.yaml; key.path=value replaces a value of the file.",
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks that torchrun will start")
-    return parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if not options.words:
+        parser.error("FILE is missing")
+    return Request(Path(options.words[0]), tuple(options.words[1:]), options.world_size)
 
 
 def _positive(text: str) -> int:

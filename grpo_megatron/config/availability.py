@@ -122,7 +122,8 @@ def _check_model(folder: str | None, key: str, origins: Origins, *, is_required:
     if not folder.strip():
         yield _problem(key, "is empty", "name the folder of an HF model", origins)
     elif not path.exists():
-        if folder.count("/") == 1 and not folder.startswith((".", "~", "/")):
+        owner, slash, name = folder.partition("/")
+        if slash and "/" not in name and owner not in ("", ".", "..", "~") and not Path(owner).exists():
             fix = f"nothing is downloaded here: fetch the model first and name its folder\n({fix})"
         yield _problem(key, f"{folder} is not there", fix, origins)
     elif not path.is_dir():

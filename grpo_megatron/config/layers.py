@@ -153,7 +153,11 @@ def _holds_text(annotation: Any) -> bool:
 
 
 def _no_section(key: str, value: Any, origin: Origin) -> Problem:
-    fix = f"write  {key.rpartition('.')[2]}:  and below it its keys: {', '.join(_names_in(key))}"
+    names = _names_in(key)
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    fix = f"write  {key.rpartition('.')[2]}:  and below it its keys: {listed}"
+    if origin.file == COMMAND_LINE:
+        fix = f"write  {key}.KEY=VALUE  with one of its keys: {listed}"
     if isinstance(value, str) and (match := re.match(r"(\w+)[:=]\s*(.+)", value)):
         fix = f"write  {match[1]}: {match[2]}  with a space after the colon"
     return Problem(origin.file, origin.line, key, f"is a section, but holds {shown(value)}", fix)

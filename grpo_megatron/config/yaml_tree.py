@@ -179,7 +179,9 @@ def _explain(error: yaml.MarkedYAMLError, text: str, *, file: str) -> list[Probl
     what, context = error.problem or str(error), error.context or ""
     if "quoted scalar" in context:
         return [Problem(file, opened, "", "a quote is opened here and not closed", "close it on the same line")]
-    if "expected ',' or" in what:
+    if "<stream end>" in what and context == "while parsing a flow node":
+        opened = max((number for number, line in enumerate(lines, start=1) if set(line) & set("[{")), default=here)
+    if "expected ',' or" in what or context == "while parsing a flow node":
         fix = "close it, and put a comma between entries"
         return [Problem(file, opened, "", "a bracket is opened here and not closed, or a comma is missing", fix)]
     if "could not find expected ':'" in what:

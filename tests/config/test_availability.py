@@ -127,6 +127,7 @@ def test_models_that_cannot_be_read_are_refused_with_the_reason(ready: Path) -> 
         str(ready / "gone"): "gone is not there",
         "Org/Model-1B": "Org/Model-1B is not there",
         "~/no-such-model": "~/no-such-model is not there",
+        "tests/no-such-model": "tests/no-such-model is not there",
         "''": "is empty",
     }
     found = {path: only_refusal(ready, f"model.policy={path}") for path in cases}
@@ -135,6 +136,7 @@ def test_models_that_cannot_be_read_are_refused_with_the_reason(ready: Path) -> 
     assert f"did you mean {nested / 'inner'}?" == found[str(nested)].fix
     assert f"what exists of it is {ready}" in found[str(ready / "gone")].fix
     assert "nothing is downloaded here" in found["Org/Model-1B"].fix
+    assert "downloaded" not in found["tests/no-such-model"].fix
     assert str(Path("~/no-such-model").expanduser()) in found["~/no-such-model"].fix
 
 

@@ -155,7 +155,7 @@ def test_a_model_of_an_unknown_kind_is_refused(check: Check, ready: Path) -> Non
 def test_wrong_usage_exits_2(check: Check, arguments: list[str]) -> None:
     result = check(*arguments)
     assert result.code == 2
-    assert "usage: " in result.errors
+    assert "usage: check_config.py FILE" in result.errors
 
 
 def test_overrides_may_stand_on_both_sides_of_an_option(check: Check, ready: Path) -> None:

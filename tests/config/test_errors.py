@@ -70,6 +70,7 @@ IN_FILE = [
     ("hello\n", 1, "", "the file holds 'hello'", "key: value"),
     ("run:\n  steps:5\n  seed: 1\n", 2, "steps", "no space after the colon", "steps: 5"),
     ("run:\n  steps: 5\nmodel:\n  policy=/m\n  dtype: float32\n", 4, "policy", "'='", "policy: /m"),
+    ("data:\n  prompts: [\n", 2, "", "a bracket is opened here", "close it"),
     ('run:\n  name: "abc\n  steps: 1\n', 2, "", "a quote is opened here", "close it"),
     ("data:\n  prompts: [a.jsonl\nrun:\n  steps: 1\n", 2, "", "a bracket is opened here", "close it"),
     ("run:\n  name: abc\n   steps: 1\n", 3, "", "starts in column 4, the one before it in column 3", "same column"),
@@ -102,7 +103,7 @@ ON_THE_COMMAND_LINE = [
     ("data.prompts=[a.jsonl", "data.prompts", "a bracket is opened here", "close it"),
     ("run.name=\u201cx\u201d", "run.name", "typographic quotes", 'run.name="x"'),
     ("run.na\u00admxe=x", "run.na\u00admxe=x", "is not a dotted key", "run.steps=100"),
-    ("run=5", "run", "is a section, but holds 5", "name, folder, steps"),
+    ("run=5", "run", "is a section, but holds 5", "write  run.KEY=VALUE  with one of its keys: name, folder, steps"),
 ]
 
 
