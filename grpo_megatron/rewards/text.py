@@ -37,6 +37,7 @@ def contains_number(text: str, answer: Any) -> bool:
 
 
 def ended_by_itself(rollout: Rollout) -> bool:
+    """Whether the policy stopped, and neither the token limit nor an abort stopped it."""
     return rollout.finish_reason == "stop"
 
 
