@@ -101,8 +101,8 @@ def _refuse(chunks: Sequence[GPTModel], settings: RolloutSection, groups: Groups
     """What the embedded engine cannot do, with the key to change."""
     if len(chunks) != 1:
         raise ValueError(
-            f"parallel.virtual_pipeline: {len(chunks)}: the embedded engine runs one chunk per rank, as megatron-core's "
-            "inference does; set it to 1 or another modules.rollout.engine"
+            f"parallel.virtual_pipeline: {len(chunks)}: the embedded engine runs one chunk per rank, as all inference "
+            "of megatron-core; set it to 1 or another modules.rollout.engine"
         )
     if groups.grid.context > 1:
         raise ValueError(

@@ -21,7 +21,8 @@ class CacheShape:
     block_tokens: int
     dtype: torch.dtype
     layout: BlockLayout
-    """`head_major` [heads, tokens, channels] for torch attention, `token_major` [tokens, heads, channels] for flash-attn."""
+    """Inside a block: `head_major` [heads, tokens, channels] for torch attention, `token_major` [tokens, heads,
+    channels] for flash-attn."""
 
     @property
     def padding_block(self) -> int:

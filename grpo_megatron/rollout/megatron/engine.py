@@ -169,8 +169,8 @@ class MegatronEngine:
         outside = [token for token in request.prompt.token_ids if not 0 <= token < self._vocab_size]
         if outside:
             raise ValueError(
-                f"prompt {request.prompt.id}: token {outside[0]} is not in the model's vocabulary of {self._vocab_size}; "
-                "the prompts were tokenised with the tokenizer of another model than model.policy"
+                f"prompt {request.prompt.id}: token {outside[0]} is not in the model's vocabulary of "
+                f"{self._vocab_size}; the prompts were tokenised with the tokenizer of another model than model.policy"
             )
 
     def _step(self, plan: StepPlan) -> list[Rollout]:
