@@ -93,6 +93,10 @@ def convert(gguf: Path, folder: Path) -> None:
         LlamaConfig,
         LlamaForCausalLM,
     )
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # in a log file every refresh is a line
 
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     # The GGUF route loses SmolLM2's digit pre-tokenizer: numbers would be cut into other tokens than in its training.
