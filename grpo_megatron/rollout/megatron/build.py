@@ -54,21 +54,10 @@ def build_megatron_engine(
     uses_flash = choose_kernels().flash_attention
     if not uses_flash:
         paged_attention.install()
-    block_tokens = FLASH_BLOCK_TOKENS if uses_flash else TORCH_BLOCK_TOKENS
-    blocks_per_sequence = -(-max_sequence_tokens // block_tokens)
-    wanted = (
-        settings.max_concurrent_rollouts * blocks_per_sequence if cache_tokens is None else cache_tokens // block_tokens
-    )
-    attention = model.decoder.layers[0].self_attention
-    shape = CacheShape(
-        num_layers=len(model.decoder.layers),
-        num_heads=attention.num_query_groups_per_partition,
-        channels=attention.hidden_size_per_attention_head,
-        num_blocks=wanted,
-        block_tokens=block_tokens,
-        dtype=model.config.params_dtype,
-        layout="token_major" if uses_flash else "head_major",
-    )
+    if cache_tokens is None:
+        longest = max_sequence_tokens + -max_sequence_tokens % _block_tokens(uses_flash)
+        cache_tokens = settings.max_concurrent_rollouts * longest
+    shape = _cache_shape(model, cache_tokens, uses_flash)
     cache = KeyValueCache(shape, platform.device)
     context = StepContext(
         cache,
@@ -79,8 +68,8 @@ def build_megatron_engine(
     limits = Limits(
         max_rows=settings.max_concurrent_rollouts,
         max_sequence_tokens=max_sequence_tokens,
-        block_tokens=block_tokens,
-        num_blocks=wanted,
+        block_tokens=shape.block_tokens,
+        num_blocks=shape.num_blocks,
         prompt_tokens_per_step=PROMPT_TOKENS_PER_STEP,
         share_prompt_prefix=settings.share_prompt_prefix,
     )
@@ -94,6 +83,24 @@ def build_megatron_engine(
         vocab_size=description.vocab_size,
         decode=tokenizer_decode,
         capabilities=EngineCapabilities(shares_training_modules=True, refusals=_REFUSALS),
+    )
+
+
+def _block_tokens(uses_flash: bool) -> int:
+    return FLASH_BLOCK_TOKENS if uses_flash else TORCH_BLOCK_TOKENS
+
+
+def _cache_shape(model: GPTModel, cache_tokens: int, uses_flash: bool) -> CacheShape:
+    """This rank's layers and heads; the number of blocks is the same on all ranks."""
+    attention = model.decoder.layers[0].self_attention
+    return CacheShape(
+        num_layers=len(model.decoder.layers),
+        num_heads=attention.num_query_groups_per_partition,
+        channels=attention.hidden_size_per_attention_head,
+        num_blocks=cache_tokens // _block_tokens(uses_flash),
+        block_tokens=_block_tokens(uses_flash),
+        dtype=model.config.params_dtype,
+        layout="token_major" if uses_flash else "head_major",
     )
 
 
