@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_megatron.config.availability import find_refusals
 from grpo_megatron.config.loader import load_config
 from grpo_megatron.config.problems import ConfigError
 from grpo_megatron.platform.environment import read_launch_environment
+from grpo_megatron.scheduler.checks import check_start
 
 USAGE = "usage: torchrun --nproc-per-node N -m grpo_megatron.train FILE [key.path=value ...]"
 
@@ -26,9 +26,9 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         loaded = load_config(Path(arguments[0]), arguments[1:])
-        refusals = find_refusals(loaded.config, world_size=launch.world_size)
-        if refusals:
-            raise ConfigError(refusals)
+        check = check_start(loaded, world_size=launch.world_size)
+        if check.problems:
+            raise ConfigError(check.problems)
     except ConfigError as error:
         say(error, file=sys.stderr)
         return 1

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import types
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
@@ -33,6 +34,8 @@ def install() -> bool:
     )
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # megatron's jit_fuser compiles with inductor: minutes on a CPU
     torch._dynamo.config.disable = True
+    # That these libraries are absent is decided, and said, by `kernels.py`.
+    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*not installed.*")
     _redirect_devices()
     _redirect_streams_and_memory()
     _replace_missing_triton_module()

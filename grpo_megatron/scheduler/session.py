@@ -1,7 +1,9 @@
 """From a checked configuration to an exit code: ranks meet, parts are built, the loop runs, everything is closed."""
 
+import sys
 import time
 from datetime import timedelta
+from logging import Logger
 from pathlib import Path
 
 import torch.distributed as dist
@@ -9,13 +11,16 @@ import torch.distributed as dist
 from grpo_megatron.checkpoint.base import CheckpointError
 from grpo_megatron.config.loader import LoadedConfig
 from grpo_megatron.config.resolved import to_yaml
+from grpo_megatron.config.schema import Config
+from grpo_megatron.parallel.collectives import RankFailure, broadcast_object
 from grpo_megatron.parallel.grid import RankGrid
-from grpo_megatron.parallel.groups import build_groups
+from grpo_megatron.parallel.groups import Groups, build_groups
 from grpo_megatron.parallel.store import SharedStore
-from grpo_megatron.platform.device import current_platform, use_deterministic_algorithms
+from grpo_megatron.platform.device import Platform, current_platform, use_deterministic_algorithms
 from grpo_megatron.platform.environment import LaunchEnvironment
 from grpo_megatron.platform.kernels import choose_kernels
-from grpo_megatron.scheduler.build import Session, build_run, check_ranks_agree
+from grpo_megatron.scheduler.build import build_run, check_ranks_agree
+from grpo_megatron.scheduler.context import Session
 from grpo_megatron.scheduler.loop import train
 from grpo_megatron.scheduler.recovery import StopRun
 from grpo_megatron.scheduler.signals import StopRequest
@@ -24,6 +29,7 @@ from grpo_megatron.utils.logging import setup_logging
 
 EXIT_DONE = 0
 EXIT_REFUSED = 1
+EXIT_FAILED = 3
 COLLECTIVE_SLACK_SECONDS = 120.0
 """A collective must outlast the deadline of the phase it is in, so that the deadline speaks first."""
 
@@ -34,12 +40,18 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
     assert config.run.name is not None, "the loader fills it in"
     folder = Path(config.run.folder) / config.run.name
     stop_request = StopRequest()
-    logger = setup_logging(folder / "logs", rank=launch.rank)
+    was_initialized = dist.is_initialized()
+    try:
+        logger = setup_logging(folder / "logs", rank=launch.rank)
+    except OSError as error:
+        print(f"run.folder: {folder} cannot be written: {error.strerror}; choose another run.folder", file=sys.stderr)
+        return EXIT_REFUSED
     try:
         session = open_session(loaded, launch, folder, stop_request, logger)
         run = build_run(session)
-    except (StartError, CheckpointError, ValueError) as error:
-        logger.error("%s", error)
+    except (StartError, CheckpointError) as error:
+        if launch.rank == 0:
+            logger.error("%s", error)
         return EXIT_REFUSED
     logger.info("start: ready after %.1f s, version %d", sum(session.startup.seconds.values()), run.progress.next_step)
     try:
@@ -48,35 +60,60 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
     except StopRun as stop:
         logger.warning("%s", stop)
         return stop.exit_code
+    except (CheckpointError, RankFailure, TimeoutError) as error:
+        logger.error("%s", " ".join([str(error), *getattr(error, "__notes__", [])]))
+        logger.info("where it happened", exc_info=True)
+        return EXIT_FAILED
     finally:
         run.close()
-        dist.destroy_process_group()
+        if not was_initialized:
+            dist.destroy_process_group()
 
 
-def open_session(loaded, launch, folder, stop_request, logger) -> Session:  # noqa: ANN001
-    """Ranks meet and agree, the run's folder is there."""
+def open_session(
+    loaded: LoadedConfig, launch: LaunchEnvironment, folder: Path, stop_request: StopRequest, logger: Logger
+) -> Session:
+    """Ranks meet and agree, and the run's folder says what runs in it. Collective over the world.
+
+    Raises:
+        StartError: the ranks do not meet, or were started with different configurations.
+    """
     config = loaded.config
     startup = Startup(logger.info)
     platform = current_platform(launch.local_rank)
     if config.run.deterministic:
         use_deterministic_algorithms()
     platform.seed_everything(config.run.seed)
-    longest = max(config.run.phase_deadline_seconds, config.run.start_deadline_seconds) + COLLECTIVE_SLACK_SECONDS
     with startup.stage("process groups"):
-        dist.init_process_group(platform.backend, timeout=timedelta(seconds=longest)) if launch.master_port else None
-        parallel = config.parallel
-        grid = RankGrid(launch.world_size, parallel.tensor, parallel.pipeline, parallel.context)
-        alone = None if launch.master_port else dist.HashStore()
-        groups = build_groups(grid, backend=platform.backend, timeout_seconds=longest, store=alone)
-        shared = alone or dist.distributed_c10d._get_default_store()
-    store = SharedStore(dist.PrefixStore("grpo_megatron", shared), rank=launch.rank, world_size=launch.world_size)
+        groups, store = _meet(config, launch, platform)
+    startup.groups = groups
     session = Session(loaded, folder, platform, groups, store, logger, stop_request, startup)
-    check_ranks_agree(session)
-    if launch.rank == 0:
-        (folder / "config.yaml").write_text(to_yaml(config))
-        logger.info(
-            "%d ranks: tensor %d, pipeline %d, data %d, on %s (%s); %s",
-            *(grid.world_size, grid.tensor, grid.pipeline, grid.data),
-            *(platform.kind, time.strftime("%Y-%m-%d %H:%M:%S"), choose_kernels().describe()),
-        )
+    with startup.stage("configuration"):
+        check_ranks_agree(session)
+        if launch.rank == 0:
+            (folder / "config.yaml").write_text(to_yaml(config))
+    grid = groups.grid
+    logger.info(
+        "%d ranks: tensor %d, pipeline %d, data %d, on %s; %s",
+        *(grid.world_size, grid.tensor, grid.pipeline, grid.data),
+        *(platform.kind, choose_kernels().describe()),
+    )
     return session
+
+
+def _meet(config: Config, launch: LaunchEnvironment, platform: Platform) -> tuple[Groups, SharedStore]:
+    """Process groups and store; a single rank without torchrun has a store of its own."""
+    seconds = max(config.run.phase_deadline_seconds, config.run.start_deadline_seconds) + COLLECTIVE_SLACK_SECONDS
+    alone = None
+    if not dist.is_initialized():
+        if launch.master_port:
+            dist.init_process_group(platform.backend, timeout=timedelta(seconds=seconds))
+        else:
+            alone = dist.HashStore()
+    parallel = config.parallel
+    grid = RankGrid(launch.world_size, parallel.tensor, parallel.pipeline, parallel.context)
+    groups = build_groups(grid, backend=platform.backend, timeout_seconds=seconds, store=alone)
+    # A prefix of its own: counters of an earlier session in the same processes must not count.
+    session_name = broadcast_object(f"session-{time.time_ns()}", 0, groups.world)
+    shared = dist.PrefixStore(session_name, alone or dist.distributed_c10d._get_default_store())
+    return groups, SharedStore(shared, rank=launch.rank, world_size=launch.world_size)

@@ -1,0 +1,169 @@
+"""The parts of a run that stand on their own: data, reward workers, models, engine, memory groups."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+
+from grpo_megatron.config.schema import Config
+from grpo_megatron.data.packing import PackingSettings
+from grpo_megatron.data.prompts import PromptSet, check_held_out, load_prompts
+from grpo_megatron.data.tokenizer import HfTokenizer
+from grpo_megatron.families.base import ModelDescription
+from grpo_megatron.families.describe import describe
+from grpo_megatron.forward.logprobs import LogprobScorer
+from grpo_megatron.memory.manager import MemoryManager
+from grpo_megatron.memory.owners import frozen_group, policy_groups
+from grpo_megatron.memory.planner import make_planner
+from grpo_megatron.models.build import BuildSettings, build_policy
+from grpo_megatron.models.forward import shares_prompt_prefix
+from grpo_megatron.parallel.groups import Groups
+from grpo_megatron.platform.kernels import choose_kernels
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rollout.base import RolloutEngine
+from grpo_megatron.rollout.megatron.build import build_megatron_engine
+from grpo_megatron.scheduler.context import Session
+from grpo_megatron.scheduler.engine_memory import CacheGroup
+from grpo_megatron.scheduler.phases import PHASES
+from grpo_megatron.trainer.policy import PolicyTrainer
+from grpo_megatron.weights.load import load_hf
+
+
+@dataclass(frozen=True)
+class Data:
+    tokenizer: HfTokenizer
+    training: PromptSet
+    evaluation: PromptSet | None
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def longest_prompt(self) -> int:
+        sets = [self.training, *([self.evaluation] if self.evaluation else [])]
+        return max(len(prompt.token_ids) for each in sets for prompt in each)
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        extra = self.evaluation.reward_names if self.evaluation else ()
+        return tuple(sorted({*self.training.reward_names, *extra}))
+
+
+@dataclass(frozen=True)
+class Models:
+    description: ModelDescription
+    chunks: list[GPTModel]
+    trainer: PolicyTrainer
+    reference: list[GPTModel] | None
+
+
+def build_data(config: Config) -> Data:
+    """Tokenizer and prompts, checked against each other."""
+    assert config.model.policy is not None
+    tokenizer = HfTokenizer(config.model.policy)
+    default = config.modules.rewards.default
+    training = load_prompts(config.data, tokenizer, default_reward=default, part="prompts")
+    evaluation = None
+    if config.data.evaluation:
+        evaluation = load_prompts(config.data, tokenizer, default_reward=default, part="evaluation")
+        check_held_out(training, evaluation)
+    stops = tuple(dict.fromkeys((*tokenizer.stop_token_ids, *config.modules.rollout.stop_token_ids)))
+    return Data(tokenizer, training, evaluation, stops)
+
+
+def build_reward_pool(config: Config, data: Data, groups: Groups) -> RewardPool | None:
+    """Workers on the leader of each replica; None elsewhere."""
+    if not groups.is_model_leader:
+        return None
+    return RewardPool(
+        config.modules.rewards, names=data.reward_names, start_deadline_seconds=config.run.start_deadline_seconds
+    )
+
+
+def build_models(session: Session, data: Data) -> Models:
+    """The policy with its optimizer, and the reference if it is asked for. Collective over the world."""
+    config, groups = session.config, session.groups
+    policy_folder = Path(config.model.policy or "")
+    description = describe(policy_folder)
+    training = config.modules.training
+    settings = BuildSettings(
+        dtype=config.model.dtype,
+        head_dtype=config.model.output_head_dtype,
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute_activations=training.recompute_activations,
+        max_sequence_tokens=_max_sequence_tokens(config, data),
+        megatron=config.megatron,
+    )
+
+    def load(folder: Path, what: str) -> list[GPTModel]:
+        chunks = build_policy(description, settings, groups, session.platform, choose_kernels())
+        num_parameters = sum(1 for chunk in chunks for _ in chunk.parameters())
+        with session.open_progress(f"loading the {what}", num_parameters, "tensors") as progress:
+            load_hf(chunks, description, folder, groups=groups, on_tensor=lambda _: progress.advance())
+        return chunks
+
+    chunks = load(policy_folder, "policy")
+    reference = None
+    if "reference_model" in config.modules.inference.models:
+        reference = load(Path(config.model.reference or policy_folder), "reference")
+        for chunk in reference:
+            chunk.requires_grad_(False).eval()
+    trainer = PolicyTrainer(chunks, training, temperature=config.modules.rollout.temperature, platform=session.platform)
+    return Models(description, chunks, trainer, reference)
+
+
+def build_reference(session: Session, models: Models) -> LogprobScorer | None:
+    if models.reference is None:
+        return None
+    temperature = session.config.modules.rollout.temperature
+    return LogprobScorer(models.reference, temperature=temperature, platform=session.platform)
+
+
+def build_engine(session: Session, data: Data, models: Models) -> RolloutEngine:
+    """The engine of the configuration. Collective over the model-parallel group."""
+    config = session.config
+    match config.modules.rollout.engine:
+        case "megatron":
+            return build_megatron_engine(
+                models.chunks,
+                models.description,
+                config.modules.rollout,
+                session.groups,
+                session.platform,
+                data.tokenizer.decode,
+                _max_sequence_tokens(config, data),
+            )
+        case other:
+            raise ValueError(f"modules.rollout.engine: {other} is not there yet; set it to megatron")
+
+
+def build_memory(session: Session, models: Models, engine: Any) -> MemoryManager:
+    """All groups of this rank and the policy that moves them."""
+    section = session.config.memory_management
+    platform = session.platform
+    far_folder = Path(section.far_folder or session.folder / "offload") / f"rank-{session.groups.rank}"
+    trainer = models.trainer
+    groups: list[Any] = list(
+        policy_groups(trainer.wrapped, trainer.optimizer, platform=platform, far_folder=far_folder)
+    )
+    if models.reference is not None:
+        groups.append(frozen_group("reference_parameters", models.reference, platform=platform, far_folder=far_folder))
+    groups.append(CacheGroup(engine, num_bytes=engine.cache_bytes))
+    planner = make_planner("always" if section.dynamic_offload else "never")
+    return MemoryManager(groups, planner=planner, needs=PHASES)
+
+
+def packing_settings(config: Config, models: Models, groups: Groups) -> PackingSettings:
+    """How rollouts are cut, as far as the model and the layout decide."""
+    training = config.modules.training
+    return PackingSettings(
+        num_replicas=groups.num_replicas,
+        num_mini_batches=training.num_mini_batches,
+        micro_batch_tokens=training.micro_batch_tokens,
+        share_prefix=training.share_prompt_prefix == "auto" and shares_prompt_prefix(models.chunks[0]),
+        pad_to_multiple=groups.grid.tensor if config.parallel.sequence_parallel else 1,
+    )
+
+
+def _max_sequence_tokens(config: Config, data: Data) -> int:
+    longest_answer = max(config.modules.rollout.max_new_tokens, config.monitor.evaluation_max_new_tokens or 0)
+    return data.longest_prompt + longest_answer
