@@ -78,14 +78,14 @@ class RewardPool:
         """Start the workers and wait until they can score.
 
         Args:
-            names: every reward that prompts name; the section's default comes on top.
+            names: every reward that prompts name, so that workers load no other; none: the section's default.
 
         Raises:
             ValueError: a reward cannot be built, with the reason.
             RuntimeError: a worker does not start.
         """
         self._section = section
-        self._names = tuple(sorted({section.default, *names}))
+        self._names = tuple(sorted(set(names) or {section.default}))
         self._start_deadline_seconds = start_deadline_seconds
         self._changed = threading.Condition()
         self._pending: deque[_Task] = deque()
