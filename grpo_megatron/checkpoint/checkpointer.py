@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from grpo_megatron.checkpoint.base import CheckpointError, Coordination, Stateful
+from grpo_megatron.checkpoint.failures import explain_os_error
 from grpo_megatron.checkpoint.manifest import (
     Description,
     FileRecord,
@@ -26,7 +27,6 @@ from grpo_megatron.checkpoint.store import (
     CommitResult,
     PendingVersion,
     SkippedVersion,
-    explain_os_error,
 )
 
 MODEL_FOLDER = "model"
@@ -118,7 +118,7 @@ class Checkpointer:
             result: CommitResult = self._on_rank_zero(
                 lambda store: store.commit(pending, description, files), "finishing a checkpoint"
             )
-        except CheckpointError:
+        except BaseException:
             if self._store is not None:
                 self._store.abort(pending)
             raise
@@ -144,13 +144,12 @@ class Checkpointer:
                 raise CheckpointError(f"{wanted.path} is not valid: {problem}")
             return wanted, ()
         listing = self._on_rank_zero(lambda store: store.list(), "looking for checkpoints")
-        skipped = [folder for folder in listing.skipped]
+        skipped = list(listing.skipped)
         for candidate in reversed(listing.valid):
             problem = self._find_damage(candidate)
             if problem is None:
-                newer = (folder for folder in skipped if folder.path.name > candidate.path.name)
-                return candidate, tuple(newer)
-            skipped.append(SkippedVersion(candidate.path, problem))
+                return candidate, tuple(folder for folder in skipped if folder.version > candidate.version)
+            skipped.append(SkippedVersion(candidate.version, candidate.path, problem))
         return None, tuple(skipped)
 
     def load(self, version: int | None, model: Model, state: RunState) -> LoadReport | None:

@@ -3,10 +3,12 @@
 The manifest is written last. A folder without one, or whose files disagree with it, is not a checkpoint.
 """
 
+import contextlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,15 @@ class Manifest:
 
 class InvalidManifest(ValueError):
     """The manifest is missing, damaged or of another format; the message says which."""
+
+
+def installed_libraries(*names: str) -> dict[str, str]:
+    """Versions for a description; a library that is not installed is left out."""
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def to_json(manifest: Manifest) -> str:

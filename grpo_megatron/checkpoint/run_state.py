@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from grpo_megatron.checkpoint.base import CheckpointError, Stateful
-from grpo_megatron.checkpoint.store import explain_os_error
+from grpo_megatron.checkpoint.failures import explain_failure, explain_os_error
 
 SHARED_NAME = "shared.pt"
 _PLAIN = {bool, int, float, str, bytes, type(None)}
@@ -79,10 +79,8 @@ def _write(path: Path, states: Mapping[str, Any]) -> None:
     try:
         with path.open("wb") as stream:
             torch.save(dict(states), stream)
-    except OSError as error:
-        raise explain_os_error(error, path, "saving the run's state") from error
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} could not be written: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise explain_failure(error, path, "saving the run's state") from error
 
 
 def _check_plain(value: Any, where: str) -> None:

@@ -10,7 +10,6 @@ other ranks only write files into the temporary folder that it made. Imports no 
     set-aside-000060-5d20aa/         from a history that a roll-back left behind; never loaded
 """
 
-import errno
 import os
 import re
 import secrets
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.checkpoint.base import CheckpointError
+from grpo_megatron.checkpoint.failures import explain_os_error, free_bytes, no_space
 from grpo_megatron.checkpoint.lock import FolderLock
 from grpo_megatron.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -36,7 +36,6 @@ from grpo_megatron.checkpoint.manifest import (
 _COMPLETE = re.compile(r"version-(\d{6,})")
 _OLD = re.compile(r"\.old-(version-\d{6,})-[0-9a-f]+")
 _SET_ASIDE = re.compile(r"set-aside-\d{6,}-[0-9a-f]+")
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SPARE_BYTES = 16 << 20
 """Asked for on top of the tensors: plans, headers, manifest."""
 
@@ -54,6 +53,7 @@ class Checkpoint:
 class SkippedVersion:
     """A folder that looks like a version and is not valid. It stays where it is."""
 
+    version: int
     path: Path
     reason: str
 
@@ -105,7 +105,7 @@ def list_versions(folder: Path) -> Listing:
         if problem is None:
             valid.append(Checkpoint(manifest.version, path, manifest))
         else:
-            skipped.append(SkippedVersion(path, problem))
+            skipped.append(SkippedVersion(int(match[1]), path, problem))
     return Listing(tuple(sorted(valid, key=lambda checkpoint: checkpoint.version)), tuple(skipped))
 
 
@@ -143,7 +143,7 @@ class CheckpointStore:
         for checkpoint in listing.valid:
             if checkpoint.version == version:
                 return checkpoint
-        reasons = [skipped.reason for skipped in listing.skipped if skipped.path.name == _name(version)]
+        reasons = [skipped.reason for skipped in listing.skipped if skipped.version == version]
         there = ", ".join(str(checkpoint.version) for checkpoint in listing.valid) or "none"
         what = f"is not valid: {reasons[0]}" if reasons else "does not exist"
         raise CheckpointError(f"{self.folder / _name(version)} {what}. Valid versions: {there}")
@@ -157,7 +157,7 @@ class CheckpointStore:
         assert self._lock.is_held, "the store is closed"
         free = free_bytes(self.folder)
         if free < needed_bytes + _SPARE_BYTES:
-            raise CheckpointError(_no_space(self.folder, needed_bytes + _SPARE_BYTES, free))
+            raise CheckpointError(no_space(self.folder, needed_bytes + _SPARE_BYTES, free))
         path = self.folder / f".tmp-{_name(version)}-{secrets.token_hex(4)}"
         try:
             path.mkdir()
@@ -232,22 +232,6 @@ class CheckpointStore:
                     path.rename(self.folder / match[1])
 
 
-def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
-
-
-def explain_os_error(error: OSError, path: Path, what: str, needed_bytes: int | None = None) -> CheckpointError:
-    """The same error in the user's terms: path, bytes needed and free, what to do."""
-    existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    if error.errno in _FULL:
-        return CheckpointError(f"{what}: {_no_space(existing, needed_bytes, free_bytes(existing))}")
-    if error.errno in {errno.EROFS, errno.EACCES, errno.EPERM}:
-        return CheckpointError(
-            f"{what}: {path} cannot be written ({error.strerror}). Make it writable or choose another run.folder"
-        )
-    return CheckpointError(f"{what}: {error.filename or path}: {error.strerror or error}")
-
-
 def flush_folder(folder: Path) -> None:
     """Make names in the folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -259,14 +243,6 @@ def flush_folder(folder: Path) -> None:
 
 def _name(version: int) -> str:
     return f"version-{version:06d}"
-
-
-def _no_space(folder: Path, needed_bytes: int | None, free: int) -> str:
-    needed = "" if needed_bytes is None else f"{needed_bytes / 1e9:.3f} GB ({needed_bytes} bytes) needed, "
-    return (
-        f"no space in {folder}: {needed}{free / 1e9:.3f} GB ({free} bytes) free. "
-        "Free some, lower checkpoint.keep, or choose another run.folder"
-    )
 
 
 def _write_durably(path: Path, text: str) -> None:

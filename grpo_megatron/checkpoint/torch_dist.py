@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from grpo_megatron.checkpoint.base import CheckpointError, Coordination
-from grpo_megatron.checkpoint.store import explain_os_error
+from grpo_megatron.checkpoint.failures import explain_failure
 from grpo_megatron.platform.checkpoint_writer import ASYNC_SAVE_ARGUMENTS, write_in_this_process
 
 COMMON_NAME = "common.pt"
@@ -59,7 +59,7 @@ def save_sharded(sharded_state: dict[str, Any], folder: Path, coordination: Coor
     write_in_this_process()
     sharded, common = save_preprocess(sharded_state)
     on_rank_zero = coordination.rank == 0
-    error = _attempt(lambda: torch.save(common, folder / COMMON_NAME), folder) if on_rank_zero else None
+    error = _attempt(lambda: _write_common(common, folder / COMMON_NAME), folder) if on_rank_zero else None
     coordination.agree(error, "saving the part that all ranks share")
     strategy = _PlanningStrategy("torch_dist", 1, thread_count=WRITERS_PER_RANK)
     strategy.async_save(sharded, folder, *ASYNC_SAVE_ARGUMENTS)
@@ -125,18 +125,16 @@ class _NothingToCount:
     def task_done(self) -> None: ...
 
 
+def _write_common(common: dict[str, Any], path: Path) -> None:
+    # Through a stream of Python's: given a path, torch writes by itself and does not say why it failed.
+    with path.open("wb") as stream:
+        torch.save(common, stream)
+
+
 def _attempt(action: Callable[[], Any], folder: Path) -> str | None:
     """Run what may fail on one rank alone; the reason as text, so that all ranks can agree on it."""
     try:
         action()
     except (OSError, RuntimeError) as error:
-        system_error = _find_os_error(error)
-        return str(error) if system_error is None else str(explain_os_error(system_error, folder, "writing"))
+        return str(explain_failure(error, folder, "writing"))
     return None
-
-
-def _find_os_error(error: BaseException | None) -> OSError | None:
-    """torch's serialiser turns a failed write into a RuntimeError that only remembers where it came from."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
