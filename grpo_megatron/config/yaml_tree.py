@@ -177,6 +177,10 @@ def _explain(error: yaml.MarkedYAMLError, text: str, *, file: str) -> list[Probl
     here = mark.line + 1 if mark else None
     opened = error.context_mark.line + 1 if error.context_mark else here
     what, context = error.problem or str(error), error.context or ""
+    if "unknown escape" in what:
+        return [Problem(file, here, "", "a backslash inside double quotes", "use single quotes around the text")]
+    if "undefined alias" in what or context == "while scanning an alias":
+        return [Problem(file, here, "", "a value that starts with * stands for another one", "put it in quotes")]
     if "quoted scalar" in context:
         return [Problem(file, opened, "", "a quote is opened here and not closed", "close it on the same line")]
     if "<stream end>" in what and context == "while parsing a flow node":

@@ -77,6 +77,8 @@ IN_FILE = [
     ("run:\n    name: abc\n  steps: 1\n", 3, "", "starts in column 3, the one before it in column 5", "same column"),
     ("run:\n  name: a: b\n", 2, "", "a second key on the line", "in quotes"),
     ("model:\n  policy: @home\n", 2, "", "a value cannot start with @", "in quotes"),
+    ("model:\n  policy: *.x\n", 2, "", "a value that starts with *", "in quotes"),
+    ('model:\n  policy: "C:\\models"\n', 2, "", "a backslash inside double quotes", "single quotes"),
     ("run:\n  steps: 1\n---\nrun: {}\n", 3, "", "a second document", "keep one"),
     ("run:\n  name: !!python/name:os.system x\n", 2, "run.name", "the tag !!python/name:os.system", "without it"),
     ("run:\n  steps: !!int abc\n", 2, "run.steps", "'abc' is not a number", ""),
