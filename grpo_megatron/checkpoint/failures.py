@@ -11,10 +11,12 @@ _NOT_WRITABLE = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def free_bytes(folder: Path) -> int:
+    """What this user may still write on the folder's file system."""
     return shutil.disk_usage(folder).free
 
 
 def no_space(folder: Path, needed_bytes: int | None, free: int) -> str:
+    """A full disk in one sentence, with what to do about it."""
     needed = "" if needed_bytes is None else f"{needed_bytes / 1e9:.3f} GB ({needed_bytes} bytes) needed, "
     return (
         f"no space in {folder}: {needed}{free / 1e9:.3f} GB ({free} bytes) free. "

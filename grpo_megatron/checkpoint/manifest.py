@@ -69,6 +69,7 @@ def installed_libraries(*names: str) -> dict[str, str]:
 
 
 def to_json(manifest: Manifest) -> str:
+    """The text of the manifest file, with a checksum of itself."""
     body = {"format": FORMAT, **asdict(manifest)}
     return json.dumps({**body, "checksum": _checksum_of_body(body)}, indent=1, sort_keys=True) + "\n"
 
@@ -129,6 +130,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def checksum_of_file(path: Path) -> str:
+    """Of all its contents, in the form of `FileRecord.checksum`."""
     total = 0
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK_BYTES):

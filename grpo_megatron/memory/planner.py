@@ -73,4 +73,5 @@ class AlwaysOffload:
 
 
 def make_planner(policy: OffloadPolicy) -> Planner:
+    """The planner of the configuration's choice."""
     return AlwaysOffload() if policy == "always" else NeverOffload()
