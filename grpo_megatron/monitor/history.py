@@ -86,7 +86,8 @@ def cut_history(file: Path, *, resume_step: int) -> CutResult:
 
     The steps after it are done again and would be there twice; a torn last line would spoil the next one.
     """
-    kept, discarded = [], []
+    kept: list[str] = []
+    discarded: list[str] = []
     for line in _lines(file):
         record = _parse(line)
         (kept if record is not None and record["step"] <= resume_step else discarded).append(line)

@@ -174,7 +174,7 @@ def _decorate(ax: "Axes", title: str, unit: str) -> None:
     ax.grid(visible=True, alpha=0.3)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
 
 
 def _series(history: History, metric: str) -> tuple[list[int], list[float]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_megatron.monitor import records
 from grpo_megatron.monitor.console import duration_text
 from grpo_megatron.monitor.history import FILE_NAME, History, read_history
+from grpo_megatron.monitor.records import EvaluationReport, StepReport
 
 NUM_STEPS_OF_ENDS = 3
 """First and last rewards are means of up to this many steps: a single step is noisy."""
@@ -123,7 +124,8 @@ def write_run_report(folder: Path, report: RunReport) -> list[Path]:
 
 
 def _evaluation_values(history: History, step: int) -> Mapping[str, float]:
-    for report in (*history.evaluations, *history.steps):
+    reports: list[EvaluationReport | StepReport] = [*history.evaluations, *history.steps]
+    for report in reports:
         if report.step == step and records.ACCURACY in report.values:
             return report.values
     return {}

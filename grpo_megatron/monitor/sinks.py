@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -54,7 +55,7 @@ class SinkSet:
         """Make each sink; one that cannot be made is left out, with a warning like one that fails later."""
         sinks = cls([], warn=warn)
         for name, make in makers.items():
-            sinks.attempt(name, "the start of the run", lambda make=make: sinks._sinks.append(make()))
+            sinks.attempt(name, "the start of the run", partial(sinks._add, make))
         return sinks
 
     def step(self, report: StepReport) -> None:
@@ -86,8 +87,11 @@ class SinkSet:
             return False
         return True
 
+    def _add(self, make: Callable[[], Sink]) -> None:
+        self._sinks.append(make())
+
     def _each(self, what: str, action: Callable[[Sink], None]) -> None:
-        self._sinks = [sink for sink in self._sinks if self.attempt(sink.name, what, lambda sink=sink: action(sink))]
+        self._sinks = [sink for sink in self._sinks if self.attempt(sink.name, what, partial(action, sink))]
 
 
 class ConsoleSink(Sink):

@@ -47,6 +47,8 @@ def test_console_says_a_step_in_one_line_with_what_was_measured():
         "gradient 1.42 | kl 1.0e-03 | gap 2.1e-04 | 512 tokens/s | "
         "9.0 s: rollout 3.0, update 5.5, other 0.5 | 4:12 left"
     )
+    sink.step(report(13, 0.402))
+    assert lines[2].startswith("step 13/40 | reward 0.402 (-0.010) | ")
 
 
 def test_console_says_evaluations_and_alerts():
@@ -102,8 +104,9 @@ def test_resume_moves_the_lines_of_steps_that_are_done_again(tmp_path: Path):
     assert steps == [1, 2, 3, 4, 5, 6]
     rewards = [step.values[records.REWARD] for step in read_history(tmp_path / "metrics.jsonl").steps]
     assert rewards == [0.1] * 3 + [0.9] * 3
+    write_jsonl(tmp_path, resume_step=5, steps=[])
     beside = [json.loads(line) for line in (tmp_path / "metrics.discarded.jsonl").read_text().splitlines()]
-    assert [(line["step"], line[records.REWARD]) for line in beside] == [(4, 0.1), (5, 0.1)]
+    assert [(line["step"], line[records.REWARD]) for line in beside] == [(4, 0.1), (5, 0.1), (6, 0.9)]
 
 
 def test_resume_keeps_evaluations_and_alerts_up_to_the_version(tmp_path: Path):

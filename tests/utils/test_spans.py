@@ -89,6 +89,15 @@ def test_the_device_is_waited_for_where_a_phase_begins_and_ends():
     assert times.phases == {"update": 2.0, "other": 1.0}
 
 
+def test_spans_inside_of_a_phase_do_not_wait_for_the_device():
+    """Waiting there would take away the overlap that the phase is built on."""
+    waits: list[None] = []
+    timer = PhaseTimer(clock=Clock(), synchronize=lambda: waits.append(None))
+    with timer.span("update"), timer.span("forward"):
+        pass
+    assert len(waits) == 2
+
+
 def test_a_step_cannot_end_inside_a_phase():
     timer = PhaseTimer()
     with pytest.raises(AssertionError, match="inside of update"), timer.span("update"):
