@@ -121,7 +121,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.load_state_dict(dequantized.state_dict(), strict=True)
     model.tie_weights()
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.iterdir():
         path.chmod(0o644)  # safetensors writes for the owner only

@@ -1,5 +1,7 @@
 """The tensors that most dense decoders share: RMSNorm, fused attention projections, gated MLP."""
 
+from collections.abc import Mapping
+
 from grpo_megatron.families.base import ModelDescription, TensorRule
 
 
@@ -39,7 +41,7 @@ def _layer_rules(description: ModelDescription, layer: int) -> list[TensorRule]:
     ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     attention = [f"{theirs}self_attn.{letter}_proj" for letter in "qkv"]
 
-    def rule(name: str, tensors: dict[str, tuple[int, ...]], **how: object) -> TensorRule:
+    def rule(name: str, tensors: Mapping[str, tuple[int, ...]], **how: object) -> TensorRule:
         return TensorRule(ours + name, tuple(tensors), tuple(tensors.values()), stage="layer", layer=layer, **how)  # type: ignore[arg-type]
 
     sizes = (query, key_value, key_value)
