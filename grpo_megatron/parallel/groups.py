@@ -1,5 +1,6 @@
 """The process groups of a run, made once by megatron-core's parallel_state and handed on as a record."""
 
+import gc
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -66,7 +67,7 @@ def build_groups(grid: RankGrid, *, backend: str, timeout_seconds: float, store:
         options = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **options)
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        _destroy_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=grid.tensor,
         pipeline_model_parallel_size=grid.pipeline,
@@ -84,3 +85,17 @@ def build_groups(grid: RankGrid, *, backend: str, timeout_seconds: float, store:
         model=parallel_state.get_model_parallel_group(),
         world=world,
     )
+
+
+def _destroy_groups() -> None:
+    """Forget megatron-core's groups and end them. Every rank must come here.
+
+    megatron-core only forgets them. Each gloo group keeps threads that wake up a hundred times a second, so ranks that
+    rebuild their groups a few times would spend their cores on that.
+    """
+    parallel_state.destroy_model_parallel()
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
+    gc.collect()
