@@ -18,8 +18,11 @@ from grpo_megatron.weights.gather import WalkEntry, WeightWalk
 from grpo_megatron.weights.hf_files import INDEX_NAME, SINGLE_NAME
 
 DEFAULT_FILE_BYTES = 2 * 1024**3
-# Weights in any format, and the model card, which describes the model before training.
-_NOT_COPIED = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", "README.md")
+CONVERSION_NAME = "conversion.json"
+"""What the conversion tool notes beside a converted model."""
+# Weights in any format, what belongs to another copy of them, and the model card of the model before training.
+_WEIGHT_ENDINGS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_NOT_COPIED = (*_WEIGHT_ENDINGS, CONVERSION_NAME, "README.md")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,13 @@ def export_hf(
     return ExportReport(Path(folder), len(walk.entries), num_bytes, len(files), time.monotonic() - start)
 
 
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what an HF folder holds beside its weights: configuration, tokenizer, license."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
+            shutil.copyfile(path, target / path.name)
+
+
 class _FolderWriter:
     """The files of one export; exists on rank 0 only and makes no collective call."""
 
@@ -97,9 +107,7 @@ class _FolderWriter:
             raise FileExistsError(f"{self._folder} exists already; remove it or choose another folder")
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
-        for path in sorted(self._source_folder.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
-                shutil.copyfile(path, self._partial / path.name)
+        copy_companions(self._source_folder, self._partial)
         self._state_dtype(self._partial / "config.json")
 
     def write(self, index: int, contents: dict[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from tests.building import ADVANTAGES, ANSWERS, PROMPT, answers_after, build_tin
 from tests.distributed.harness import CaseContext, case
 from tests.tiny import make_tiny_llama, write_tokenizer
 from tests.weights.receiving import DEADLINE_SECONDS, ReceiverProcess
+from tools.convert_checkpoint import Conversion, hf_to_megatron, megatron_to_hf
 
 
 def _llama(context: CaseContext, *, tie_embeddings: bool, num_key_value_heads: int = 4) -> Path:
@@ -251,3 +253,31 @@ def publish_through_a_sink_whose_receiver_was_killed(context: CaseContext) -> No
         assert "the weight receiver is gone" in str(failure)
     else:
         raise AssertionError("published to nobody")
+
+
+@case(world_size=2)
+def conversion_to_megatron_core_and_back_in_another_layout(context: CaseContext) -> None:
+    """Written with TP 2, read with PP 2: the same bytes; and a noted checksum that is no longer true is refused."""
+    source = _llama(context, tie_embeddings=True)
+    there, back = context.folder / "converted", context.folder / "back"
+    forward = Conversion("hf-to-megatron", source, there, source, describe(source), "float32", tensor=2, pipeline=1)
+    outcome = hf_to_megatron(forward, context.groups(tensor=2))
+    stored = load_file(source / "model.safetensors")
+    assert (outcome.num_tensors, outcome.num_bytes) == (len(stored), sum(value.nbytes for value in stored.values()))
+    backward = Conversion("megatron-to-hf", there, back, there, describe(there), "float32", tensor=1, pipeline=2)
+    megatron_to_hf(backward, context.groups(pipeline=2))
+    assert (back / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert {path.name for path in back.iterdir()} == {path.name for path in source.iterdir()}
+    torch.distributed.barrier()
+    if context.rank == 0:
+        note = json.loads((there / "conversion.json").read_text())
+        note["checksums"]["model.norm.weight"] += 1
+        (there / "conversion.json").write_text(json.dumps(note))
+    torch.distributed.barrier()
+    try:
+        megatron_to_hf(replace(backward, target=context.folder / "again"), context.groups(pipeline=2))
+    except RankFailure as failure:
+        assert "1 tensors differ" in str(failure) and "model.norm.weight" in str(failure)
+    else:
+        raise AssertionError("a checkpoint that is not what was converted was exported")
+    assert not (context.folder / "again").exists()
