@@ -98,6 +98,8 @@ class Checkpointer:
         self._store = store
         self._coordination = coordination
         self._visible_deadline_seconds = visible_deadline_seconds
+        self._damaged: frozenset[int] = frozenset()
+        """Versions whose contents the full check refused though their sizes are right. The same on all ranks."""
 
     def save(self, version: int, model: Model, state: RunState, description: Description) -> SaveReport:
         """Save everything under this version.
@@ -122,6 +124,7 @@ class Checkpointer:
             if self._store is not None:
                 self._store.abort(pending)
             raise
+        self._damaged -= {version}
         return SaveReport(
             checkpoint=result.checkpoint,
             num_bytes=result.checkpoint.manifest.num_bytes,
@@ -150,6 +153,7 @@ class Checkpointer:
             if problem is None:
                 return candidate, tuple(folder for folder in skipped if folder.version > candidate.version)
             skipped.append(SkippedVersion(candidate.version, candidate.path, problem))
+            self._damaged |= {candidate.version}
         return None, tuple(skipped)
 
     def load(self, version: int | None, model: Model, state: RunState) -> LoadReport | None:
@@ -179,8 +183,11 @@ class Checkpointer:
         return LoadReport(checkpoint, restored[0], skipped, time.monotonic() - started)
 
     def set_aside_after(self, version: int) -> tuple[Path, ...]:
-        """After a roll-back to `version`: later ones are kept until the next save but never found again."""
-        return self._on_rank_zero(lambda store: store.set_aside_after(version), "setting later checkpoints aside")
+        """After a resume from `version`: later ones are not found again. Valid ones go with the next save."""
+        damaged = self._damaged
+        return self._on_rank_zero(
+            lambda store: store.set_aside_after(version, damaged=damaged), "setting later checkpoints aside"
+        )
 
     def close(self) -> None:
         """Give the folder free. Not collective."""

@@ -7,7 +7,8 @@ other ranks only write files into the temporary folder that it made. Imports no 
     .tmp-version-000040-1f3a9c/      a save (or a deletion) in progress: of no value
     .old-version-000040-77be01/      what `version-000040` was before it was saved again; gone a moment later
     version-000040/                  complete
-    set-aside-000060-5d20aa/         from a history that a roll-back left behind; never loaded
+    set-aside-000060-5d20aa/         from a history that a roll-back left behind; never loaded, gone with the next save
+    invalid-000060-c07714/           damaged and out of the way; nobody deletes it but the user
 """
 
 import os
@@ -84,7 +85,7 @@ class PendingVersion:
 class CommitResult:
     checkpoint: Checkpoint
     removed: tuple[Path, ...]
-    """Older versions that retention deleted, and what had been set aside."""
+    """Older versions that retention deleted, what had been set aside, and the version that this one replaced."""
 
 
 def list_versions(folder: Path) -> Listing:
@@ -180,38 +181,54 @@ class CheckpointStore:
             _write_durably(pending.path / MANIFEST_NAME, to_json(manifest))
             for folder in {pending.path, *((pending.path / name).parent for name in files)}:
                 flush_folder(folder)
-            old = self._make_way(target)
+            old = self._make_way(target, pending.version)
             pending.path.rename(target)
             flush_folder(self.folder)
         except OSError as error:
             raise explain_os_error(error, pending.path, "finishing a checkpoint") from error
+        replaced = () if old is None else (target,)
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
-        return CommitResult(Checkpoint(pending.version, target, manifest), self._retire(pending.version))
+        removed = replaced + self._retire(pending.version)
+        return CommitResult(Checkpoint(pending.version, target, manifest), removed)
 
     def abort(self, pending: PendingVersion) -> None:
         """Give up a save: its folder goes, so that a full disk has room again."""
         shutil.rmtree(pending.path, ignore_errors=True)
 
-    def set_aside_after(self, version: int) -> tuple[Path, ...]:
-        """After a roll-back to `version`: later versions must not be found again. They go after the next commit."""
+    def set_aside_after(self, version: int, *, damaged: frozenset[int] = frozenset()) -> tuple[Path, ...]:
+        """After a roll-back to `version`: later versions must not be found again.
+
+        Valid ones go after the next commit. Invalid ones, and those that a full check found `damaged`, stay for good.
+        """
+        listing = self.list()
         moved = []
-        for path in sorted(self.folder.iterdir()):
-            match = _COMPLETE.fullmatch(path.name)
-            if match is not None and int(match[1]) > version:
-                target = self.folder / f"set-aside-{int(match[1]):06d}-{secrets.token_hex(4)}"
-                path.rename(target)
-                moved.append(target)
+        for checkpoint in listing.valid:
+            if checkpoint.version > version:
+                kind = "invalid" if checkpoint.version in damaged else "set-aside"
+                moved.append(self._rename(checkpoint.path, f"{kind}-{checkpoint.version:06d}"))
+        for skipped in listing.skipped:
+            if skipped.version > version:
+                moved.append(self._rename(skipped.path, f"invalid-{skipped.version:06d}"))
         flush_folder(self.folder)
         return tuple(moved)
 
-    def _make_way(self, target: Path) -> Path | None:
-        """Move an older folder of the same version aside; the next start mends a crash right after."""
+    def _rename(self, path: Path, name: str) -> Path:
+        target = self.folder / f"{name}-{secrets.token_hex(4)}"
+        path.rename(target)
+        return target
+
+    def _make_way(self, target: Path, version: int) -> Path | None:
+        """Move an older folder of the same version out of the way; the next start mends a crash right after.
+
+        Returns what may be deleted once the new version is there. An invalid one stays, under another name.
+        """
         if not target.exists():
             return None
-        old = self.folder / f".old-{target.name}-{secrets.token_hex(4)}"
-        target.rename(old)
-        return old
+        if any(skipped.path == target for skipped in self.list().skipped):
+            self._rename(target, f"invalid-{version:06d}")
+            return None
+        return self._rename(target, f".old-{target.name}")
 
     def _retire(self, newest: int) -> tuple[Path, ...]:
         """Delete valid versions beyond the newest `keep`, and what was set aside. Invalid ones stay."""

@@ -70,6 +70,10 @@ def test_a_version_with_a_flipped_byte_is_skipped_with_its_reason_and_the_one_be
     assert (tmp_path / "version-000002").is_dir()
     with pytest.raises(CheckpointError, match="version-000002 is not valid: model/weights is damaged"):
         checkpointer.load(2, model, state(None))
+    (moved,) = checkpointer.set_aside_after(1)
+    for step in (2, 3):
+        checkpointer.save(step, TextModel(f"weights {step}"), state(step), DESCRIPTION)
+    assert moved.name.startswith("invalid-000002") and (moved / "model" / "weights").read_text() == "weights 3"
 
 
 def test_an_older_version_can_be_asked_for(tmp_path: Path) -> None:

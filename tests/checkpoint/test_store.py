@@ -123,7 +123,7 @@ def test_asking_for_a_version_that_is_not_there_names_those_that_are(tmp_path: P
 def test_saving_a_version_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     save_version(store, 1, "old")
-    save_version(store, 1, "new one")
+    assert save_version(store, 1, "new one").removed == (tmp_path / "version-000001",)
     assert (tmp_path / "version-000001" / "model" / "a.distcp").read_text() == "new one"
     assert names(tmp_path) == ["version-000001"]
 
@@ -160,6 +160,25 @@ def test_versions_after_a_roll_back_are_not_found_again_and_go_with_the_next_sav
     assert [checkpoint.version for checkpoint in store.list().valid] == [1]
     assert set(save_version(store, 2).removed) == set(moved)
     assert names(tmp_path) == ["version-000001", "version-000002"]
+
+
+def test_invalid_versions_are_moved_out_of_the_way_and_never_deleted(tmp_path: Path) -> None:
+    """Whether a roll-back or a new save of the same number meets them."""
+    store = CheckpointStore(tmp_path, keep=1)
+    save_version(store, 1)
+    store.keep = 9
+    for version in (2, 3, 4):
+        save_version(store, version)
+    (tmp_path / "version-000002" / "state.json").unlink()
+    moved = store.set_aside_after(1, damaged=frozenset({3}))
+    kinds = sorted(path.name.rsplit("-", 1)[0] for path in moved)
+    assert kinds == ["invalid-000002", "invalid-000003", "set-aside-000004"]
+    (tmp_path / "version-000001" / "manifest.json").unlink()
+    save_version(store, 1)
+    store.keep = 1
+    save_version(store, 2)
+    left = [name.rsplit("-", 1)[0] for name in names(tmp_path)]
+    assert left == ["invalid-000001", "invalid-000002", "invalid-000003", "version"]
 
 
 def test_an_aborted_save_leaves_nothing(tmp_path: Path) -> None:
