@@ -7,6 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
 from grpo_megatron.batch import Rollout
 from grpo_megatron.config.schema import RolloutSection
@@ -76,6 +77,7 @@ def _check_layout(context: CaseContext, groups: Groups, *, sequence_parallel: bo
         assert largest_difference(folder, {p.id: p for p in prompts}, sampled, temperature) < 1e-4
     assert engine.health().ok
     assert chunks[0].training
+    assert parallel_state.get_global_memory_buffer().buffer == {}
 
 
 @case(world_size=2)
@@ -134,6 +136,23 @@ def a_refused_request_is_an_error_on_every_rank_and_the_next_rollout_works(conte
 
 
 @case(world_size=2)
+def a_source_that_breaks_on_the_leader_is_an_error_on_every_rank(context: CaseContext) -> None:
+    groups = context.groups(pipeline=2)
+    engine, _ = _engine(context, groups)
+
+    class Broken:
+        def take(self, max_rollouts: int) -> None:
+            raise ConnectionError("store is gone")
+
+    try:
+        run(engine, [], source=Broken())  # type: ignore[arg-type]
+    except RuntimeError as error:
+        assert "ConnectionError: store is gone" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+@case(world_size=2)
 def what_the_leader_aborts_ends_on_every_rank(context: CaseContext) -> None:
     groups = context.groups(pipeline=2)
     engine, _ = _engine(context, groups)
@@ -164,7 +183,7 @@ def a_leader_that_gives_up_ends_the_stream_of_the_others(context: CaseContext) -
                 async for _ in stream:
                     if groups.is_model_leader:
                         return "left"
-        except ValueError as error:
+        except RuntimeError as error:
             return str(error)
         return "read to the end"
 

@@ -131,9 +131,11 @@ class MegatronEngine:
                 exhausted = False
                 while not (exhausted and self._admission.is_idle):
                     commands = self._lockstep.share_commands(self._next_commands(requests, exhausted))
-                    if commands.state == "failed":
+                    if commands.state in ("refused", "failed"):
                         is_over = True
-                        raise ValueError(commands.error)
+                        raise (
+                            ValueError(commands.error) if commands.state == "refused" else RuntimeError(commands.error)
+                        )
                     exhausted = exhausted or commands.state == "finished"
                     self._admission.enqueue(commands.requests)
                     ended = [self._to_rollout(row, "abort") for row in self._admission.abort(commands.aborted)]
@@ -156,12 +158,14 @@ class MegatronEngine:
             return None
         aborted, self._abort_wanted = tuple(sorted(self._abort_wanted)), set()
         room = 0 if exhausted else self._admission.num_free_rows
-        taken = requests.take(room) if room else ()
         try:
+            taken = requests.take(room) if room else ()
             for request in taken or ():
                 self._check(request)
         except ValueError as error:
-            return Commands("failed", error=str(error))
+            return Commands("refused", error=str(error))
+        except Exception as error:  # noqa: BLE001 the others must hear of it, whatever it is
+            return Commands("failed", error=f"rollout: the leader got no requests: {type(error).__name__}: {error}")
         return Commands("finished" if taken is None else "continue", tuple(taken or ()), aborted)
 
     def _check(self, request: RolloutRequest) -> None:

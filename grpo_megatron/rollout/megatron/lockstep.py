@@ -18,8 +18,8 @@ from grpo_megatron.rollout.megatron.sampling import Sampled
 class Commands:
     """What the leader decided before a step."""
 
-    state: Literal["continue", "finished", "failed"] = "continue"
-    """`finished`: no more requests will come; `failed`: all ranks raise `error`."""
+    state: Literal["continue", "finished", "refused", "failed"] = "continue"
+    """`finished`: no more requests will come; `refused` (a request) and `failed`: all ranks raise `error`."""
     requests: tuple[RolloutRequest, ...] = ()
     aborted: tuple[str, ...] = ()
     error: str = ""
