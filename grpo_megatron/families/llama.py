@@ -42,4 +42,5 @@ def describe(config: Mapping[str, Any]) -> ModelDescription:
 
 
 def tensor_rules(description: ModelDescription) -> tuple[TensorRule, ...]:
+    """The table shared by dense decoders; biases as the description says."""
     return decoder_rules(description)

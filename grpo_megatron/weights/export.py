@@ -68,7 +68,7 @@ def export_hf(
     writer = _FolderWriter(Path(folder), Path(source_folder), files) if groups.rank == 0 else None
     what = f"export to {folder}"
     try:
-        agree(_attempt(writer and writer.begin), groups.world, what)
+        agree(_attempt(None if writer is None else writer.begin), groups.world, what)
         tensors = walk.tensors()
         for index, entries in enumerate(files):
             contents = {}
@@ -78,8 +78,8 @@ def export_hf(
                     contents[entry.name] = tensor.cpu().clone()
                 if on_tensor is not None:
                     on_tensor(entry.num_bytes)
-            agree(_attempt(writer and writer.write, index, contents), groups.world, what)
-        agree(_attempt(writer and writer.finish), groups.world, what)
+            agree(_attempt(None if writer is None else writer.write, index, contents), groups.world, what)
+        agree(_attempt(None if writer is None else writer.finish), groups.world, what)
     except RankFailure:
         if writer is not None:
             writer.discard()
