@@ -97,7 +97,7 @@ step "configuration"
 "$python" tools/check_config.py "$config" "${settings[@]}" --world-size 2
 
 step "training ($folder/$name)"
-[[ $(nproc) -ge 2 ]] || echo "note: there is one core for two ranks; expect at least twice the time"
+[[ $(env -u OMP_NUM_THREADS nproc) -ge 2 ]] || echo "note: there is one core for two ranks; expect at least twice the time"
 require_space "$root" 4500 "a run (two checkpoints of 1.9 GB and an export)"
 code=0
 run_to_its_end env NPROC=2 PYTHON="$python" bash launch_scripts/run_local.sh "$config" "${settings[@]}" || code=$?
