@@ -75,7 +75,7 @@ MEGATRON_FILES = {
     "rollout/megatron/build": "the training modules that the engine runs on",
     "rollout/megatron/context": "what attention asks of an inference context",
     "rollout/megatron/forward": "one engine step through the training modules",
-    "scheduler/parts": "the optimizer whose state is registered as memory groups",
+    "scheduler/parts": "the type of the model chunks that it hands on",
     "trainer/loss": "the chunk whose log-probs the loss takes",
     "trainer/optimizer": "data parallelism and the distributed optimizer",
     "trainer/policy": "the stage's place in the pipeline",
