@@ -88,7 +88,7 @@ all_in() {
 
 # prepare_environment EXTRAS
 prepare_environment() {
-    local extras=$1 stamp="$venv/installed" fingerprint have_fingerprint="" have_extras="" python_command start=$SECONDS
+    local extras=$1 stamp="$venv/installed" fingerprint have_fingerprint="" have_extras="" word python_command start=$SECONDS
     # Two of these at once would install over each other. The lock ends with this script, whatever happens.
     if command -v flock >/dev/null; then
         exec 9>"$root/.venv.lock"
@@ -102,7 +102,9 @@ prepare_environment() {
             exec 9>&-
             return
         fi
-        [[ -z $have_extras ]] || all_in "$have_extras" "$extras" || extras="$extras,$have_extras"
+        for word in ${have_extras//,/ }; do  # what is there stays
+            all_in "$word" "$extras" || extras="$extras,$word"
+        done
     else
         require_space "$root" "$needed_megabytes" "the environment"
         python_command=$(find_python)

@@ -74,6 +74,10 @@ def test_another_extra_is_added_and_none_is_lost(repository: Repository) -> None
     repository.prepare("test")
     assert repository.installations()[1].endswith("[test,cpu]")
     assert "nothing to install" in repository.prepare("cpu,test").stdout
+    with (repository.root / "setup.py").open("a") as file:
+        file.write("# changed\n")
+    repository.prepare("cpu")
+    assert repository.installations()[2].endswith("[cpu,test]"), "each extra once"
 
 
 def test_a_changed_requirement_installs_again(repository: Repository) -> None:
