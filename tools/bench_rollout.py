@@ -76,9 +76,9 @@ def make_work(scenario: str, batch: int, prompt_tokens: int, new_tokens: int, se
         return tuple(random_numbers.randrange(100, 40000) for _ in range(length))
 
     if scenario == "groups":
-        prompts = [prompt(prompt_tokens) for _ in range(-(-batch // GROUP_SIZE)) for _ in range(1)]
-        prompts = [one for one in prompts for _ in range(GROUP_SIZE)][:batch]
-        return Work(tuple(prompts), (new_tokens,) * batch)
+        groups = [prompt(prompt_tokens) for _ in range(-(-batch // GROUP_SIZE))]
+        members = [one for one in groups for _ in range(GROUP_SIZE)]
+        return Work(tuple(members[:batch]), (new_tokens,) * batch)
     if scenario == "mixed":
         lengths = [random_numbers.randint(prompt_tokens // 4, prompt_tokens) for _ in range(batch)]
         wanted = tuple(random_numbers.randint(new_tokens // 4, new_tokens) for _ in range(batch))
