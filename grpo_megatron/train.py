@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo_megatron.config.loader import load_config
 from grpo_megatron.config.problems import ConfigError
-from grpo_megatron.platform.environment import read_launch_environment
+from grpo_megatron.platform.environment import end_with_launcher, read_launch_environment
 from grpo_megatron.scheduler.checks import check_start
 
 USAGE = "usage: torchrun --nproc-per-node N -m grpo_megatron.train FILE [key.path=value ...]"
@@ -20,6 +20,8 @@ USAGE = "usage: torchrun --nproc-per-node N -m grpo_megatron.train FILE [key.pat
 def main(arguments: Sequence[str]) -> int:
     """Parse, build, run, close; returns the exit code."""
     launch = read_launch_environment()
+    if launch.master_port:
+        end_with_launcher()
     say = print if launch.rank == 0 else (lambda *_, **__: None)
     if not arguments or arguments[0].startswith("-"):
         say(USAGE, file=sys.stderr)

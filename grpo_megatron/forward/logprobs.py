@@ -1,4 +1,4 @@
-"""Log-probs of packed rollouts under a model that is not trained now: the reference, or the policy before its update."""
+"""Log-probs of packed rollouts under a model that is not trained now: the reference, or the policy before an update."""
 
 from collections.abc import Sequence
 from dataclasses import replace

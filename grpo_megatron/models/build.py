@@ -1,6 +1,5 @@
 """From a family's description to megatron-core modules on this rank."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,9 +17,9 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from grpo_megatron.families.base import ModelDescription
+from grpo_megatron.families.rotary import inverse_frequencies
 from grpo_megatron.models.head import HeadDtype, OutputHead
 from grpo_megatron.models.layers import layer_spec
-from grpo_megatron.models.rotary import inverse_frequencies
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.platform.device import Platform
 from grpo_megatron.platform.kernels import Kernels
@@ -39,11 +38,6 @@ class BuildSettings:
     max_sequence_tokens: int = 4096
     megatron: Mapping[str, Any] | None = None
     """The user's `megatron:` section."""
-
-
-def padded_vocab_size(vocab_size: int, tensor: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks."""
-    return math.ceil(vocab_size / tensor) * tensor
 
 
 def transformer_config(
@@ -107,7 +101,7 @@ def build_policy(
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, transformer_engine=kernels.transformer_engine, stage=groups.stage),
-        vocab_size=padded_vocab_size(description.vocab_size, groups.grid.tensor),
+        vocab_size=description.padded_vocab_size(groups.grid.tensor),
         max_sequence_length=settings.max_sequence_tokens,
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,
@@ -116,7 +110,8 @@ def build_policy(
         position_embedding_type="rope",
         rotary_base=description.rope_theta,
     )
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(description).to(platform.device)
+    frequencies = torch.tensor(inverse_frequencies(description), dtype=torch.float32)
+    model.rotary_pos_emb.inv_freq = frequencies.to(platform.device)
     if groups.is_last_stage:
         OutputHead.adopt(model.output_layer, head_dtype=settings.head_dtype, vocab_size=description.vocab_size)
     _mark_sharded_parameters(model)

@@ -5,6 +5,7 @@ The logits are never gathered over ranks, and exist for one chunk of targets at 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,14 @@ def target_logprobs(
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, settings):  # type: ignore[no-untyped-def] # noqa: ANN
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        settings: HeadSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks = [
             _chunk_forward(h, weight, t, temperature, settings)
             for h, t in zip(hidden.split(settings.chunk_targets), targets.split(settings.chunk_targets), strict=True)
@@ -55,7 +63,9 @@ class _TargetLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):  # type: ignore[no-untyped-def] # noqa: ANN
+    def backward(
+        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         hidden, weight, targets, log_normalizer = ctx.saved_tensors
         settings, size = ctx.settings, ctx.settings.chunk_targets
         grad_hidden, grad_weight = torch.empty_like(hidden), None

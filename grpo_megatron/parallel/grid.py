@@ -30,7 +30,8 @@ class RankGrid:
         if self.world_size % self.model_size:
             raise ValueError(
                 f"parallel: {self.world_size} ranks are not divisible by tensor {self.tensor} x pipeline "
-                f"{self.pipeline} x context {self.context} = {self.model_size}; start a multiple of {self.model_size} ranks"
+                f"{self.pipeline} x context {self.context} = {self.model_size}; "
+                f"start a multiple of {self.model_size} ranks"
             )
 
     @property

@@ -1,6 +1,8 @@
 """The only place where environment variables are read: what the launcher tells a rank about itself."""
 
+import ctypes
 import os
+import signal
 from dataclasses import dataclass
 
 
@@ -58,3 +60,9 @@ def clean_child_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(_LAUNCHER_PREFIXES) and name.lower() not in _PROXIES
     }
+
+
+def end_with_launcher() -> None:
+    """Have the kernel send SIGTERM to this rank when the process that started it dies, however it dies."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)

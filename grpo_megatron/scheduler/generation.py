@@ -61,13 +61,15 @@ class Generation:
             TimeoutError: an engine or a rank did not get there in time; names prompts or ranks.
         """
         begin = time.monotonic()
-        # Shared tickets may go to any engine, so a bar over all of them counts this engine's share.
-        expected = len(prompts) * num_rollouts // self._groups.num_replicas
-        with self._open_progress(name, expected) as progress:
+        num_shown = 0
+        with self._open_progress(name, len(prompts) * num_rollouts) as progress:
 
             def ended(prompt: Prompt, rollout: Rollout) -> None:
-                progress.advance()
+                nonlocal num_shown
                 if self._groups.is_model_leader:
+                    num_ended = self._store.add(f"{name}/ended", 1)  # on all engines
+                    progress.advance(num_ended - num_shown)
+                    num_shown = num_ended
                     on_rollout(prompt, rollout)
 
             rollouts = collect(

@@ -1,5 +1,6 @@
 """The parts of a run that stand on their own: data, reward workers, models, engine, memory groups."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from grpo_megatron.data.prompts import PromptSet, check_held_out, load_prompts
 from grpo_megatron.data.tokenizer import HfTokenizer
 from grpo_megatron.families.base import ModelDescription
 from grpo_megatron.families.describe import describe
-from grpo_megatron.forward.logprobs import LogprobScorer
 from grpo_megatron.memory.manager import MemoryManager
 from grpo_megatron.memory.owners import frozen_group, policy_groups
 from grpo_megatron.memory.planner import make_planner
@@ -54,6 +54,41 @@ class Models:
     chunks: list[GPTModel]
     trainer: PolicyTrainer
     reference: list[GPTModel] | None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a run on this rank."""
+
+    data: Data
+    pool: RewardPool | None
+    """Reward workers, on the leader of each replica."""
+    models: Models
+    engine: RolloutEngine
+    memory: MemoryManager
+
+
+def build_parts(session: Session, resources: ExitStack) -> Parts:
+    """Build the parts in order; what must be closed is pushed on `resources`. Collective over the world."""
+    config, startup = session.config, session.startup
+    with startup.stage("data"):
+        data = build_data(config)
+    with startup.stage("reward workers"):
+        pool = build_reward_pool(config, data, session.groups)
+        if pool is not None:
+            resources.callback(pool.close)
+    with startup.stage("policy"):
+        models = build_models(session, data)
+    with startup.stage("rollout engine"):
+        engine = build_engine(session, data, models)
+        resources.callback(engine.close)
+        health = engine.health()
+        if not health.ok:
+            raise RuntimeError(f"the rollout engine is not healthy: {health.detail}")
+    with startup.stage("memory groups"):
+        memory = build_memory(session, models, engine)
+        resources.callback(memory.close)
+    return Parts(data, pool, models, engine, memory)
 
 
 def build_data(config: Config) -> Data:
@@ -109,13 +144,6 @@ def build_models(session: Session, data: Data) -> Models:
             chunk.requires_grad_(False).eval()
     trainer = PolicyTrainer(chunks, training, temperature=config.modules.rollout.temperature, platform=session.platform)
     return Models(description, chunks, trainer, reference)
-
-
-def build_reference(session: Session, models: Models) -> LogprobScorer | None:
-    if models.reference is None:
-        return None
-    temperature = session.config.modules.rollout.temperature
-    return LogprobScorer(models.reference, temperature=temperature, platform=session.platform)
 
 
 def build_engine(session: Session, data: Data, models: Models) -> RolloutEngine:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from grpo_megatron.config.schema import PhaseName
 from grpo_megatron.memory.manager import MemoryManager
@@ -22,7 +21,6 @@ from grpo_megatron.utils.spans import PhaseTimer
 class Run:
     """Everything that one GRPO run consists of. Made by `build_run`, used by `loop.train`."""
 
-    folder: Path
     num_steps: int
     progress: RunProgress
     timer: PhaseTimer

@@ -6,7 +6,7 @@ import torch
 from tests.building import ADVANTAGES, ANSWERS, PROMPT, answers_after, build_tiny_policy, pack_by_hand
 from tests.tiny import make_tiny_llama
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.numerics
 
 
 def _read(chunks, batch, *, temperature=1.0, chunk_targets=None):  # noqa: ANN001, ANN202
