@@ -7,9 +7,11 @@ with a `CaseContext`. It fails by raising, on any rank. `test_cases.py` turns ea
 import importlib
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 CASE_SECONDS = 120.0
@@ -68,7 +70,7 @@ def run_worker(folder: Path, names: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=CASE_SECONDS))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=CASE_SECONDS))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shared_folder = folder / "shared"
     for current in all_cases():
@@ -78,13 +80,13 @@ def run_worker(folder: Path, names: list[str]) -> None:
         case_folder.mkdir(parents=True, exist_ok=True)
         shared_folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        error = None
+        error, begin = None, time.monotonic()
         try:
             current.run(CaseContext(rank, world_size, case_folder, shared_folder))
         except BaseException:  # noqa: BLE001 a case may fail in any way, and the next one still runs
             error = traceback.format_exc()
             print(f"case {current.name} rank {rank}\n{error}", file=sys.stderr, flush=True)
-        (case_folder / f"rank-{rank}.json").write_text(json.dumps({"error": error}))
+        (case_folder / f"rank-{rank}.json").write_text(json.dumps({"error": error, "seconds": time.monotonic() - begin}))
         errors: list = [None] * world_size
         dist.all_gather_object(errors, error)
         if any(errors) and not all(errors):
