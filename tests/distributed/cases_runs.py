@@ -21,20 +21,11 @@ model: {dtype: float32}
 data: {apply_chat_template: false, max_prompt_tokens: 64}
 modules:
   rollout: {engine: megatron, batch_size: 4, group_size: 4, max_new_tokens: 6}
-  rewards: {default: "tests.distributed.cases_runs:share_of_digits"}
+  rewards: {default: "tests.distributed.judges:share_of_digits"}
   training: {learning_rate: 1e-3}
 checkpoint: {every_steps: 2}
 monitor: {tensorboard: false, save_rollouts_every_steps: 1}
 """
-
-
-def share_of_digits(prompt, rollout) -> float:  # noqa: ANN001
-    """A reward that a random model can climb at once."""
-    return sum(character.isdigit() for character in rollout.text) / max(1, len(rollout.text))
-
-
-def always_raises(prompt, rollout) -> float:  # noqa: ANN001
-    raise RuntimeError("the judge is ill")
 
 
 def _run(context: CaseContext, name: str, *overrides: str) -> tuple[int, Path]:
@@ -146,7 +137,7 @@ def work_after_the_last_valid_checkpoint_is_done_again(context: CaseContext) -> 
 
 @case(world_size=2)
 def a_failing_reward_follows_its_policy(context: CaseContext) -> None:
-    reward = "modules.rewards.default=tests.distributed.cases_runs:always_raises"
+    reward = "modules.rewards.default=tests.distributed.judges:always_raises"
     code, folder = _run(context, "zero", reward, "run.steps=1")
     (step,) = _steps(folder)
     assert code == 0

@@ -86,7 +86,9 @@ def run_worker(folder: Path, names: list[str]) -> None:
         except BaseException:  # noqa: BLE001 a case may fail in any way, and the next one still runs
             error = traceback.format_exc()
             print(f"case {current.name} rank {rank}\n{error}", file=sys.stderr, flush=True)
-        (case_folder / f"rank-{rank}.json").write_text(json.dumps({"error": error, "seconds": time.monotonic() - begin}))
+        (case_folder / f"rank-{rank}.json").write_text(
+            json.dumps({"error": error, "seconds": time.monotonic() - begin})
+        )
         errors: list = [None] * world_size
         dist.all_gather_object(errors, error)
         if any(errors) and not all(errors):
