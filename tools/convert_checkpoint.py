@@ -42,7 +42,8 @@ from grpo_megatron.families.counting import check_divides  # noqa: E402
 from grpo_megatron.families.describe import describe  # noqa: E402
 from grpo_megatron.families.stages import stage_layers  # noqa: E402
 from grpo_megatron.models.build import DTYPES, BuildSettings, build_policy  # noqa: E402
-from grpo_megatron.parallel.collectives import RankFailure, agree  # noqa: E402
+from grpo_megatron.parallel.collectives import agree  # noqa: E402
+from grpo_megatron.parallel.errors import RankFailure  # noqa: E402
 from grpo_megatron.parallel.grid import RankGrid  # noqa: E402
 from grpo_megatron.parallel.groups import Groups, build_groups  # noqa: E402
 from grpo_megatron.platform.device import current_platform  # noqa: E402

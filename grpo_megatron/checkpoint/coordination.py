@@ -3,7 +3,8 @@
 from typing import TypeVar
 
 from grpo_megatron.checkpoint.base import CheckpointError
-from grpo_megatron.parallel.collectives import RankFailure, agree, broadcast_object, gather_objects
+from grpo_megatron.parallel.collectives import agree, broadcast_object, gather_objects
+from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.groups import Groups
 
 Value = TypeVar("Value")

@@ -1,15 +1,13 @@
-"""Collectives on CPU objects and small numbers. Every rank of the group must reach every call."""
+"""Collectives on CPU objects. Every rank of the group must reach every call."""
 
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from grpo_megatron.parallel.errors import RankFailure
+
 Value = TypeVar("Value")
-
-
-class RankFailure(RuntimeError):
-    """At least one rank of the group failed; the message names the ranks and what each said."""
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup) -> list[Value]:
@@ -36,10 +34,3 @@ def agree(error: str | None, group: dist.ProcessGroup, what: str) -> None:
     failed = [f"rank {rank}: {text}" for rank, text in errors if text is not None]
     if failed:
         raise RankFailure(f"{what} failed on {len(failed)} of {len(errors)} ranks\n" + "\n".join(failed))
-
-
-def all_sum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Element-wise float64 sum over the group. Collective over `group`."""
-    total = values.detach().to("cpu", torch.float64)
-    dist.all_reduce(total, group=group)
-    return total

@@ -5,6 +5,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from grpo_megatron.parallel.errors import RankFailure
+
 
 class SharedStore:
     """One client of the run's TCPStore. Keys start with `prefix`, so phases of different steps never meet."""
@@ -33,16 +35,23 @@ class SharedStore:
             raise TimeoutError(f"{key}: not set within {deadline_seconds:.0f} s") from error
         return self._store.get(key).decode()
 
+    def fail(self, key: str, message: str) -> None:
+        """Tell the ranks that wait in `meet` for this key that this rank will not come."""
+        self._store.set(f"{key}/failed", f"rank {self._rank}: {message}")
+
     def meet(self, key: str, *, what: str, deadline_seconds: float, poll_seconds: float = 0.02) -> None:
         """Wait until every rank has come here, polling, without a collective.
 
         Raises:
+            RankFailure: a rank has called `fail` for this key.
             TimeoutError: naming the ranks that are missing.
         """
         self._store.set(f"{key}/rank-{self._rank}", "here")
         self.add(f"{key}/count", 1)
         end = time.monotonic() + deadline_seconds
         while self.add(f"{key}/count", 0) < self._world_size:
+            if self._store.check([f"{key}/failed"]):
+                raise RankFailure(f"{what}: {self._store.get(f'{key}/failed').decode()}")
             if time.monotonic() > end:
                 missing = [r for r in range(self._world_size) if not self._store.check([f"{key}/rank-{r}"])]
                 raise TimeoutError(f"{what}: ranks {missing} did not arrive within {deadline_seconds:.0f} s")

@@ -59,6 +59,7 @@ class Generation:
 
         Raises:
             TimeoutError: an engine or a rank did not get there in time; names prompts or ranks.
+            RankFailure: generation failed on another rank.
         """
         begin = time.monotonic()
         num_shown = 0
@@ -72,15 +73,19 @@ class Generation:
                     num_shown = num_ended
                     on_rollout(prompt, rollout)
 
-            rollouts = collect(
-                self._engine,
-                self._tickets(prompts, num_rollouts, sampling, seed, name),
-                on_rollout=ended,
-                prompts={prompt.id: prompt for prompt in prompts},
-                deadline_seconds=self._deadline_seconds,
-                what=name,
-                is_leader=self._groups.is_model_leader,
-            )
+            try:
+                rollouts = collect(
+                    self._engine,
+                    self._tickets(prompts, num_rollouts, sampling, seed, name),
+                    on_rollout=ended,
+                    prompts={prompt.id: prompt for prompt in prompts},
+                    deadline_seconds=self._deadline_seconds,
+                    what=name,
+                    is_leader=self._groups.is_model_leader,
+                )
+            except Exception as error:
+                self._store.fail(name, str(error))  # the other replicas need not wait for the deadline
+                raise
         seconds = time.monotonic() - begin
         self._store.meet(name, what=f"{name}: end of generation", deadline_seconds=self._deadline_seconds)
         return Generated(tuple(rollouts) if self._groups.is_model_leader else (), seconds)

@@ -12,7 +12,8 @@ from grpo_megatron.checkpoint.base import CheckpointError
 from grpo_megatron.config.loader import LoadedConfig
 from grpo_megatron.config.resolved import to_yaml
 from grpo_megatron.config.schema import Config
-from grpo_megatron.parallel.collectives import RankFailure, broadcast_object
+from grpo_megatron.parallel.collectives import broadcast_object
+from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.grid import RankGrid
 from grpo_megatron.parallel.groups import Groups, build_groups
 from grpo_megatron.parallel.store import SharedStore
@@ -60,7 +61,7 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
     except StopRun as stop:
         logger.warning("%s", stop)
         return stop.exit_code
-    except (CheckpointError, RankFailure, TimeoutError) as error:
+    except (CheckpointError, RankFailure, TimeoutError, ValueError) as error:
         logger.error("%s", " ".join([str(error), *getattr(error, "__notes__", [])]))
         logger.info("where it happened", exc_info=True)
         return EXIT_FAILED

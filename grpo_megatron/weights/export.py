@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_megatron.families.base import ModelDescription
-from grpo_megatron.parallel.collectives import RankFailure, agree
+from grpo_megatron.parallel.collectives import agree
+from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.weights.gather import WalkEntry, WeightWalk
 from grpo_megatron.weights.hf_files import INDEX_NAME, SINGLE_NAME

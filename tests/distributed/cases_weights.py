@@ -12,7 +12,8 @@ from grpo_megatron.batch import MiniBatch
 from grpo_megatron.families.counting import count_rank_parameters
 from grpo_megatron.families.describe import describe
 from grpo_megatron.forward.logprobs import LogprobScorer
-from grpo_megatron.parallel.collectives import RankFailure, gather_objects
+from grpo_megatron.parallel.collectives import gather_objects
+from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.platform.device import current_platform
 from grpo_megatron.weights.checksum import checksum
 from grpo_megatron.weights.export import export_hf

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.families.describe import describe
-from grpo_megatron.parallel.collectives import RankFailure
+from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.weights import export
 from grpo_megatron.weights.export import export_hf
