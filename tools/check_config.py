@@ -11,17 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_megatron.config.availability import find_refusals
 from grpo_megatron.config.loader import LoadedConfig, load_config
-from grpo_megatron.config.model_fit import find_misfits
 from grpo_megatron.config.options import find_options, is_pass_through, value_at
-from grpo_megatron.config.problems import ConfigError, Origin, Problem, format_problems, in_reading_order
+from grpo_megatron.config.problems import ConfigError, Problem, format_problems
 from grpo_megatron.config.resolved import fingerprint
 from grpo_megatron.config.schema import Config
 from grpo_megatron.families.base import ModelDescription
-from grpo_megatron.families.counting import RankBytes, count_parameters, count_rank_bytes
-from grpo_megatron.families.describe import describe
+from grpo_megatron.families.counting import RankBytes, count_parameters
 from grpo_megatron.parallel.grid import RankGrid
+from grpo_megatron.scheduler.checks import check_start
 from grpo_megatron.scheduler.phases import PHASES, GroupName
 
 _MOST_RANKS_SHOWN = 16
@@ -45,22 +43,15 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return _conclude(error.problems)
     config = loaded.config
-    problems = find_refusals(config, world_size=request.world_size, origins=loaded.origins)
+    check = check_start(loaded, world_size=request.world_size)
     print("\n".join(_describe_values(loaded)))
-    model, model_problems = _read_model(loaded, refused={problem.key for problem in problems})
-    grid = _make_grid(config, request.world_size)
-    if grid is not None:
-        print("\n".join(_describe_ranks(grid, is_given=request.world_size is not None)))
-        print("\n".join(_describe_batch(config, grid)))
-        stages: list[RankBytes] = []
-        if model is not None:
-            try:
-                stages = _count_stages(config, model, grid)
-            except ValueError as error:
-                model_problems += _as_problems(error, loaded)
-            print("\n".join(_describe_model(config, model, stages)))
-        print("\n".join(_describe_phases(config, stages)))
-    problems = in_reading_order([*problems, *model_problems])
+    if check.grid is not None:
+        print("\n".join(_describe_ranks(check.grid, is_given=request.world_size is not None)))
+        print("\n".join(_describe_batch(config, check.grid)))
+        if check.model is not None:
+            print("\n".join(_describe_model(config, check.model, list(check.stages))))
+        print("\n".join(_describe_phases(config, list(check.stages))))
+    problems = list(check.problems)
     if problems:
         print(flush=True)
         print(format_problems(problems), file=sys.stderr)
@@ -126,15 +117,6 @@ def _written(value: object) -> str:
     return str(value).replace("\n", "\\n")
 
 
-def _make_grid(config: Config, world_size: int | None) -> RankGrid | None:
-    """None when the ranks do not divide; the refusals say so."""
-    sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context")}
-    one_replica = config.parallel.tensor * config.parallel.pipeline * config.parallel.context
-    if world_size is not None and world_size % one_replica:
-        return None
-    return RankGrid(world_size or one_replica, **sizes)
-
-
 def _describe_ranks(grid: RankGrid, *, is_given: bool) -> Iterator[str]:
     sizes = f"tensor {grid.tensor} x pipeline {grid.pipeline} x data {grid.data}"
     yield f"\nranks: {grid.world_size} = {sizes}" + ("" if is_given else "  (one replica; tell --world-size for more)")
@@ -164,45 +146,6 @@ def _describe_batch(config: Config, grid: RankGrid) -> Iterator[str]:
 
 def _share(total: int, parts: int) -> str:
     return str(total // parts) if total % parts == 0 else f"about {total / parts:.1f}"
-
-
-def _read_model(loaded: LoadedConfig, *, refused: set[str]) -> tuple[ModelDescription | None, list[Problem]]:
-    """The model's sizes, and what is wrong with it; nothing when its folder is refused already."""
-    folder = loaded.config.model.policy
-    if folder is None or not (Path(folder) / "config.json").is_file():
-        assert "model.policy" in refused, folder
-        return None, []
-    try:
-        model = describe(Path(folder))
-    except ValueError as error:
-        origin = loaded.origins["model.policy"]
-        return None, [Problem(origin.file, origin.line, "model.policy", line) for line in str(error).splitlines()]
-    sizes = {"max_positions": model.max_positions, "vocab_size": model.vocab_size}
-    return model, find_misfits(loaded.config, **sizes, origins=loaded.origins)
-
-
-def _as_problems(error: ValueError, loaded: LoadedConfig) -> list[Problem]:
-    """An error of the form `key: message`."""
-    key, _, message = str(error).partition(": ")
-    origin = loaded.origins.get(key, Origin(str(loaded.file)))
-    return [Problem(origin.file, origin.line, key, message)]
-
-
-def _count_stages(config: Config, model: ModelDescription, grid: RankGrid) -> list[RankBytes]:
-    in_float32 = config.modules.training.reduce_gradients_in_float32
-    return [
-        count_rank_bytes(
-            model,
-            tensor=grid.tensor,
-            pipeline=grid.pipeline,
-            stage=stage,
-            virtual_pipeline=config.parallel.virtual_pipeline,
-            optimizer_ranks=grid.data * grid.context,
-            dtype=config.model.dtype,
-            gradient_dtype="float32" if in_float32 else config.model.dtype,
-        )
-        for stage in range(grid.pipeline)
-    ]
 
 
 def _describe_model(config: Config, model: ModelDescription, stages: list[RankBytes]) -> Iterator[str]:

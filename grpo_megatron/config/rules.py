@@ -141,13 +141,17 @@ RULES = (
     ),
     Rule(
         "modules.training.num_mini_batches",
-        ("modules.rollout.batch_size", "modules.rollout.group_size"),
-        lambda config: (
-            config.modules.training.num_mini_batches
-            > config.modules.rollout.batch_size * config.modules.rollout.group_size
-        ),
-        "{training.num_mini_batches} mini-batches are more than the {rollouts} rollouts of a step",
-        "lower it to {rollouts} or less",
+        ("modules.rollout.batch_size",),
+        lambda config: config.modules.training.num_mini_batches > config.modules.rollout.batch_size,
+        "{training.num_mini_batches} mini-batches, and a step has {rollout.batch_size} groups, which are not cut",
+        "lower it to {rollout.batch_size} or less",
+    ),
+    Rule(
+        "schedule.overlap",
+        (),
+        lambda config: "rewards" not in config.schedule.overlap,
+        "rewards are always computed beside the rollout",
+        "remove the key, or write  overlap: [rewards]",
     ),
     Rule(
         "modules.training.kl.coefficient",

@@ -111,8 +111,7 @@ class RolloutSection:
 @dataclass(frozen=True)
 class InferenceSection:
     models: tuple[Literal["reference_model", "reward_model"], ...] = ()
-    """Models that run forward in the score phase."""
-    micro_batch_tokens: PositiveInt = 8192
+    """Models that run forward in the score phase, over the micro-batches of the update."""
 
 
 @dataclass(frozen=True)

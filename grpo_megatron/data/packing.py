@@ -37,8 +37,6 @@ class PackingSettings:
     pad_to_multiple: int = 1
     """Of every row's length: the tensor-parallel size under sequence parallelism, twice the context-parallel size."""
     pad_token_id: int = 0
-    mask_truncated: bool = False
-    """Leave out answers that hit the token limit, denominators included."""
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -120,7 +118,7 @@ def _plan(
     groups: dict[str, list[TrainedAnswer]] = {}
     dropped: Counter[str] = Counter()
     for rollout_id, (one, advantage, reason) in enumerate(zip(scored, advantages, reasons, strict=True)):
-        reason = _reason_to_drop(one, advantage, reason, settings)
+        reason = _reason_to_drop(one, advantage, reason)
         if reason is not None or advantage is None:
             dropped[reason or "no_signal"] += 1
         else:
@@ -134,16 +132,12 @@ def _plan(
     )
 
 
-def _reason_to_drop(
-    one: ScoredRollout, advantage: float | None, given: str | None, settings: PackingSettings
-) -> str | None:
+def _reason_to_drop(one: ScoredRollout, advantage: float | None, given: str | None) -> str | None:
     assert one.prompt.id == one.rollout.prompt_id, f"prompt {one.prompt.id} with a rollout of {one.rollout.prompt_id}"
     assert one.prompt.token_ids, f"prompt {one.prompt.id} has no tokens"
     if advantage is None:
         return given or ("reward_error" if one.reward.score is None else "no_signal")
     assert np.isfinite(advantage), f"rollout {one.rollout.prompt_id}[{one.rollout.index}]: advantage {advantage}"
-    if settings.mask_truncated and one.rollout.finish_reason == "length":
-        return "truncated"
     return None if any(one.rollout.loss_mask) else "no_trained_tokens"
 
 

@@ -1,29 +1,31 @@
 """From an HF folder to a description: the registry of model families."""
 
+import importlib
 import json
+import pkgutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.families import llama, qwen2
+from grpo_megatron.families import known
 from grpo_megatron.families.base import ModelDescription, ModelFamily, TensorRule
 from grpo_megatron.families.reading import ConfigReader
 
-KNOWN_FAMILIES = ("llama", "qwen2")
+
+def known_families() -> tuple[str, ...]:
+    """HF `model_type`s that have a file in `families/known/`."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(known.__path__)))
 
 
 def find_family(name: str) -> ModelFamily:
-    """The family whose HF `model_type` this is. A new family is one file and one line here.
+    """The family whose HF `model_type` this is: the file of that name in `families/known/`.
 
     Raises:
         ValueError: naming the known families.
     """
-    match name:
-        case "llama":
-            return llama
-        case "qwen2":
-            return qwen2
-    raise ValueError(f"model_type {name!r} is not known here; known: {', '.join(KNOWN_FAMILIES)}")
+    if name not in known_families():
+        raise ValueError(f"model_type {name!r} is not known here; known: {', '.join(known_families())}")
+    return importlib.import_module(f"{known.__name__}.{name}")
 
 
 def describe(folder: Path) -> ModelDescription:

@@ -79,10 +79,13 @@ class _TargetLogprobs(torch.autograd.Function):
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[part] = grad_logits @ weight
             piece = grad_logits.t() @ hidden[part]
+            if hidden.size(0) > size:  # pieces add up in float32, so that cutting into chunks costs no precision
+                piece = piece.float()
             grad_weight = piece if grad_weight is None else grad_weight.add_(piece)
+        assert grad_weight is not None
         if settings.group.size() > 1:
             dist.all_reduce(grad_hidden, group=settings.group)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float, settings: HeadSettings) -> torch.Tensor:

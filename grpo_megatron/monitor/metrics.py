@@ -40,8 +40,8 @@ class MetricSums:
             return cls()
         return cls(
             means={f"{name}_mean": Mean(math.fsum(numbers), len(numbers))},
-            maxima={f"{name}_max": _largest(numbers)},
-            minima={f"{name}_min": -_largest([-number for number in numbers])},
+            maxima={f"{name}_max": largest(numbers)},
+            minima={f"{name}_min": -largest([-number for number in numbers])},
         )
 
     @classmethod
@@ -69,9 +69,9 @@ def merge(pieces: Iterable[MetricSums]) -> MetricSums:
             for name, parts in means.items()
         },
         sums={name: _sum(parts) for name, parts in _collect(piece.sums for piece in pieces).items()},
-        maxima={name: _largest(parts) for name, parts in _collect(piece.maxima for piece in pieces).items()},
+        maxima={name: largest(parts) for name, parts in _collect(piece.maxima for piece in pieces).items()},
         minima={
-            name: -_largest([-part for part in parts])
+            name: -largest([-part for part in parts])
             for name, parts in _collect(piece.minima for piece in pieces).items()
         },
     )
@@ -100,6 +100,6 @@ def _sum(parts: Iterable[float]) -> float:
     return math.fsum(numbers) if all(math.isfinite(number) for number in numbers) else float(sum(numbers))
 
 
-def _largest(numbers: Sequence[float]) -> float:
+def largest(numbers: Sequence[float]) -> float:
     """Maximum that does not lose NaN: max(0.0, nan) is 0.0 in Python."""
     return math.nan if any(math.isnan(number) for number in numbers) else max(numbers)

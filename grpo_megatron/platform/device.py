@@ -1,6 +1,7 @@
 """One small interface over CUDA and CPU: device, communication backend, memory, pinning, random numbers."""
 
 import gc
+import os
 import random
 from dataclasses import dataclass
 from functools import cache
@@ -64,5 +65,6 @@ def current_platform(local_rank: int = 0) -> Platform:
 
 def use_deterministic_algorithms() -> None:
     """Same input, same bits: forbids kernels whose result depends on timing."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused, see torch's notes
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

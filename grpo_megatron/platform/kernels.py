@@ -14,6 +14,7 @@ class Kernels:
     flash_attention: bool
     """The embedded engine reads its paged cache with flash-attn, else with `paged_attention.py`."""
     apex: bool
+    """With Transformer Engine or apex, megatron-core takes their fused Adam, in this order; else torch's."""
 
     def describe(self) -> str:
         """One line for the log at start."""
@@ -22,7 +23,7 @@ class Kernels:
             if self.transformer_engine
             else "megatron-core local, attention on torch SDPA",
             "paged attention": "flash-attn" if self.flash_attention else "torch",
-            "optimizer": "apex" if self.apex else "torch",
+            "optimizer": "transformer_engine" if self.transformer_engine else "apex" if self.apex else "torch",
         }
         return ", ".join(f"{what}: {which}" for what, which in used.items())
 

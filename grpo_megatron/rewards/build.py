@@ -2,9 +2,8 @@
 
 import difflib
 
+from grpo_megatron.config.schema import REWARD_NAMES
 from grpo_megatron.rewards.base import Reward
-
-REWARD_NAMES = ("math", "exact", "number", "reasoning_gym")
 
 
 def build_reward(name: str) -> Reward:

@@ -26,7 +26,7 @@ from grpo_megatron.scheduler.ending import finish_run
 from grpo_megatron.scheduler.evaluation import Evaluation
 from grpo_megatron.scheduler.generation import Generation
 from grpo_megatron.scheduler.ledger import Ledger
-from grpo_megatron.scheduler.parts import Parts, build_parts, packing_settings
+from grpo_megatron.scheduler.parts import Parts, build_parts
 from grpo_megatron.scheduler.publishing import PolicyWeights
 from grpo_megatron.scheduler.recovery import Recovery, RunProgress
 from grpo_megatron.scheduler.reporting import Reporter
@@ -75,9 +75,10 @@ def _assemble(session: Session, parts: Parts, resources: ExitStack) -> Run:
         state["evaluation"] = evaluation
     recovery = _restore(session, parts, resources, progress, state)
     parts.engine.set_version(progress.next_step)
-    sinks = _open_sinks(session, progress.next_step)
-    resources.callback(sinks.close)
-    reporter = _build_reporter(session, timer, sinks, rules, resume_step=progress.next_step)
+    with session.startup.stage("records"):
+        sinks = _open_sinks(session, progress.next_step)
+        resources.callback(sinks.close)
+        reporter = _build_reporter(session, timer, sinks, rules, resume_step=progress.next_step)
     if evaluation is not None:
         evaluation.on_result = reporter.evaluation
     return Run(
@@ -94,7 +95,7 @@ def _assemble(session: Session, parts: Parts, resources: ExitStack) -> Run:
             seed=config.run.seed,
         ),
         scores=Scores(parts.pool, groups, deadline_seconds=config.run.phase_deadline_seconds),
-        batches=Batches(training, packing_settings(config, models, groups), groups),
+        batches=Batches(training, parts.packing, groups),
         forward=_build_forward_passes(session, parts),
         updates=Updates(
             models.trainer,
@@ -222,6 +223,7 @@ def _build_reporter(
 
 def _build_finish(session: Session, parts: Parts, progress: RunProgress, sinks: SinkSet) -> Callable[[], None]:
     config = session.config
+    first_step = progress.next_step
 
     def finish() -> None:
         finish_run(
@@ -230,6 +232,7 @@ def _build_finish(session: Session, parts: Parts, progress: RunProgress, sinks: 
             parts.models.description,
             source_folder=Path(config.model.policy or ""),
             version=progress.next_step,
+            has_trained=progress.next_step > first_step,
             export=config.checkpoint.export_at_end,
             train_seconds=progress.train_seconds,
             groups=session.groups,

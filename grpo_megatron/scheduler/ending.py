@@ -1,5 +1,6 @@
 """What a run leaves behind when all its steps are done: an HF folder, plots, a report."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ def finish_run(
     *,
     source_folder: Path,
     version: int,
+    has_trained: bool,
     export: bool,
     train_seconds: float,
     groups: Groups,
@@ -29,10 +31,16 @@ def finish_run(
     sinks: SinkSet,
     say: Callable[[str], None],
 ) -> None:
-    """Export, draw, report. Collective over the world."""
+    """Export, draw, report. Collective over the world.
+
+    Args:
+        has_trained: whether this start of the run has done a step.
+    """
     target = folder / "exports" / f"version-{version:06d}"
     if export:
         memory.require("export", {"policy_parameters"})
+        if groups.rank == 0 and has_trained and target.exists():
+            shutil.rmtree(target)  # of the same steps, done before a resume from further back
         is_there = broadcast_object(target.exists(), 0, groups.world)  # a finished run was started again
         if not is_there:
             report = export_hf(chunks, description, target, source_folder=source_folder, groups=groups)

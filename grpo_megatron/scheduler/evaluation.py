@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import reduce
 from typing import Any
 
 from grpo_megatron.batch import Prompt, Rollout
@@ -20,18 +21,20 @@ class EvaluationResult:
     """What one pass over the held-out prompts gave.
 
     Example:
-        >>> EvaluationResult(40, 243, 0.75, 0.76, 0.98, 9.5).accuracy
+        >>> EvaluationResult(40, 243, 0.75, 0.76, 0.98, 0.0, 9.5).accuracy
         0.75
     """
 
     version: int
     num_problems: int
     accuracy: float
-    """Mean reward of the answers, each cut where a training rollout would have been cut."""
+    """Mean reward of the answers that could be scored, each cut where a training rollout would have been cut."""
     anywhere: float | None
     """Share of answers that hold the right number anywhere, uncut; None if the answers are not numbers."""
     ended_share: float
     """Share of answers that ended by themselves before the cut."""
+    error_share: float
+    """Share of answers whose scorer failed; with `on_error: zero` they count as 0 in the accuracy."""
     seconds: float
 
 
@@ -101,16 +104,16 @@ class Evaluation:
             name=f"evaluation of version {version}",
             on_rollout=self._submit,
         )
-        counts = self._score(finished.rollouts, version)
-        parts = gather_objects(counts, self._groups.world)
-        num, reward, anywhere, num_anywhere, ended = (sum(values) for values in zip(*parts, strict=True))
-        assert num == len(self._prompts), f"{num} of {len(self._prompts)} evaluation prompts were answered"
+        parts = gather_objects(self._score(finished.rollouts, version), self._groups.world)
+        total = reduce(_Counts.plus, parts)
+        assert total.answers == len(self._prompts), f"{total.answers} of {len(self._prompts)} prompts were answered"
         result = EvaluationResult(
             version=version,
-            num_problems=num,
-            accuracy=reward / num,
-            anywhere=anywhere / num_anywhere if num_anywhere else None,
-            ended_share=ended / num,
+            num_problems=total.answers,
+            accuracy=total.reward / max(1, total.scored),
+            anywhere=total.anywhere / total.numbers if total.numbers else None,
+            ended_share=total.ended / total.answers,
+            error_share=total.errors / total.answers,
             seconds=time.monotonic() - begin,
         )
         self.before = self.before or result
@@ -137,22 +140,44 @@ class Evaluation:
             text=self._decode(ids),
         )
 
-    def _score(self, rollouts: Sequence[Rollout], version: int) -> tuple[int, float, int, int, int]:
-        """This rank's (answers, summed reward, right anywhere, answers that are numbers, ended)."""
+    def _score(self, rollouts: Sequence[Rollout], version: int) -> "_Counts":
+        """This rank's share. Collective over the world."""
         error, results = None, {}
         if self._pool is not None:
             try:
                 results = self._pool.collect(self._deadline_seconds)
             except RewardFailure as failure:
                 error = str(failure)
+            self._pool.stats()  # what failed here must not count for the next training step
         agree(error, self._groups.world, f"rewards of the evaluation of version {version}")
         specs = {prompt.id: prompt.reward for prompt in self._prompts}
-        reward, anywhere, num_anywhere, ended = 0.0, 0, 0, 0
+        counts = _Counts()
         for rollout in rollouts:
-            spec = specs[rollout.prompt_id]
-            reward += results[rollout.prompt_id, rollout.index].score or 0.0
-            ended += self._cut(rollout).finish_reason == "stop"
-            if spec.name == "number":
-                num_anywhere += 1
-                anywhere += contains_number(rollout.text, spec.answer)
-        return len(rollouts), reward, anywhere, num_anywhere, ended
+            spec, result = specs[rollout.prompt_id], results[rollout.prompt_id, rollout.index]
+            is_number = spec.name == "number" and result.error is None
+            counts = counts.plus(
+                _Counts(
+                    answers=1,
+                    scored=int(result.score is not None),
+                    reward=result.score or 0.0,
+                    errors=int(result.error is not None),
+                    ended=int(self._cut(rollout).finish_reason == "stop"),
+                    numbers=int(is_number),
+                    anywhere=int(is_number and contains_number(rollout.text, spec.answer)),
+                )
+            )
+        return counts
+
+
+@dataclass(frozen=True)
+class _Counts:
+    answers: int = 0
+    scored: int = 0
+    reward: float = 0.0
+    errors: int = 0
+    ended: int = 0
+    numbers: int = 0
+    anywhere: int = 0
+
+    def plus(self, other: "_Counts") -> "_Counts":
+        return _Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))

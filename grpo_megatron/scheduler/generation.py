@@ -7,6 +7,7 @@ from typing import Literal
 
 from grpo_megatron.batch import Prompt, Rollout
 from grpo_megatron.monitor.progress import Progress
+from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.parallel.store import SharedStore
 from grpo_megatron.rollout.base import RolloutEngine, SamplingSettings
@@ -85,6 +86,8 @@ class Generation:
                 )
             except Exception as error:
                 self._store.fail(name, str(error))  # the other replicas need not wait for the deadline
+                if isinstance(error, RuntimeError):  # the engine lost rollouts
+                    raise RankFailure(str(error)) from error
                 raise
         seconds = time.monotonic() - begin
         self._store.meet(name, what=f"{name}: end of generation", deadline_seconds=self._deadline_seconds)

@@ -23,6 +23,7 @@ def train(run: Run) -> None:
             run.rollouts.start(step + 1)  # async only; nothing in sync mode
 
         report = run.reporter.report(step, scored, batch, stats)
+        run.recovery.judge(step, report)  # go on, or stop before a bad version is saved
         run.evaluate_if_due(step + 1)
-        run.recovery.settle(step, report)  # save, go on, or end
+        run.recovery.settle(step)  # save if it is due, end if a signal asks for it
     run.finish()  # export, plots, report

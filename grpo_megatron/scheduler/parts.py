@@ -66,6 +66,7 @@ class Parts:
     models: Models
     engine: RolloutEngine
     memory: MemoryManager
+    packing: PackingSettings
 
 
 def build_parts(session: Session, resources: ExitStack) -> Parts:
@@ -73,12 +74,14 @@ def build_parts(session: Session, resources: ExitStack) -> Parts:
     config, startup = session.config, session.startup
     with startup.stage("data"):
         data = build_data(config)
+    _say_what_is_left_out(session, data)
     with startup.stage("reward workers"):
         pool = build_reward_pool(config, data, session.groups)
         if pool is not None:
             resources.callback(pool.close)
     with startup.stage("policy"):
         models = build_models(session, data)
+        packing = packing_settings(config, models, session.groups)
     with startup.stage("rollout engine"):
         engine = build_engine(session, data, models)
         resources.callback(engine.close)
@@ -88,7 +91,16 @@ def build_parts(session: Session, resources: ExitStack) -> Parts:
     with startup.stage("memory groups"):
         memory = build_memory(session, models, engine)
         resources.callback(memory.close)
-    return Parts(data, pool, models, engine, memory)
+    return Parts(data, pool, models, engine, memory, packing)
+
+
+def _say_what_is_left_out(session: Session, data: Data) -> None:
+    for part, prompts in (("prompts", data.training), ("evaluation", data.evaluation)):
+        if prompts is not None and prompts.num_too_long and session.is_first_rank:
+            session.logger.warning(
+                "data.%s: %d prompts are longer than data.max_prompt_tokens and are left out, %d stay",
+                *(part, prompts.num_too_long, len(prompts)),
+            )
 
 
 def build_data(config: Config) -> Data:
@@ -97,6 +109,12 @@ def build_data(config: Config) -> Data:
     tokenizer = HfTokenizer(config.model.policy)
     default = config.modules.rewards.default
     training = load_prompts(config.data, tokenizer, default_reward=default, part="prompts")
+    batch_size = config.modules.rollout.batch_size
+    if batch_size > len(training):
+        raise ValueError(
+            f"modules.rollout.batch_size: {batch_size} different prompts a step, and data.prompts has {len(training)}; "
+            f"set it to {len(training)} or less, or add prompts"
+        )
     evaluation = None
     if config.data.evaluation:
         evaluation = load_prompts(config.data, tokenizer, default_reward=default, part="evaluation")

@@ -10,11 +10,13 @@ from grpo_megatron.checkpoint.checkpointer import Checkpointer, LoadReport, Mode
 from grpo_megatron.checkpoint.manifest import Description
 from grpo_megatron.config.schema import CheckpointSection, RunSection
 from grpo_megatron.memory.manager import MemoryManager
+from grpo_megatron.parallel.collectives import agree
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.scheduler.phases import CHECKPOINT_NEEDS
 from grpo_megatron.scheduler.reporting import JudgedStep
 from grpo_megatron.scheduler.signals import StopRequest
 
+EXIT_FAILED = 3
 EXIT_STOPPED_BY_HEALTH = 4
 EXIT_ENDED_ON_SIGNAL = 5
 
@@ -105,31 +107,39 @@ class Recovery:
         )
         return report
 
-    def settle(self, step: int, judged: JudgedStep) -> None:
-        """Note the step, then save, go on, or end. Collective over the world.
+    def judge(self, step: int, judged: JudgedStep) -> None:
+        """Count the step, or end the run. Collective over the world.
 
         Raises:
-            StopRun: on every rank, after a signal (saved) or by a health rule (not saved: the version is bad).
+            StopRun: on every rank, by a health rule. Nothing is saved: the version is bad.
+            RankFailure: on every rank, if the account of the step could not be written.
+        """
+        agree(judged.ledger_error, self._groups.world, "writing the ledger")
+        self._progress.next_step = step + 1
+        self._progress.train_seconds += judged.report.seconds
+        if judged.verdict == "stop":
+            saved = "nothing is saved" if self._saved_version is None else f"version {self._saved_version} is saved"
+            raise StopRun(f"step {step + 1}: a health rule stopped the run; {saved}", EXIT_STOPPED_BY_HEALTH)
+
+    def settle(self, step: int) -> None:
+        """Save if it is due, and end if a signal asks for it. Collective over the world.
+
+        Raises:
+            StopRun: on every rank, after a signal; its exit code says whether everything is saved.
             CheckpointError: on every rank, if a save failed and `checkpoint.on_failure` is `stop`.
         """
         version = step + 1
-        self._progress.next_step = version
-        self._progress.train_seconds += judged.report.seconds
-        if judged.verdict == "stop":
-            saved = (
-                "nothing was saved before" if self._saved_version is None else f"version {self._saved_version} is saved"
-            )
-            raise StopRun(f"step {version}: a health rule stopped the run; {saved}", EXIT_STOPPED_BY_HEALTH)
         signal_name = self._stop_request.agreed(self._groups)
         every = self._section.every_steps
         if signal_name is not None or version == self._num_steps or (every > 0 and version % every == 0):
             self._save(version)
-        if signal_name is not None and version < self._num_steps:
-            raise StopRun(
-                f"{signal_name}: ended after step {version} of {self._num_steps}; version {self._saved_version} is "
-                "saved, start again to go on",
-                EXIT_ENDED_ON_SIGNAL,
-            )
+        if signal_name is None or version == self._num_steps:
+            return
+        ended = f"{signal_name}: ended after step {version} of {self._num_steps}"
+        if self._saved_version == version:
+            raise StopRun(f"{ended}; version {version} is saved, start again to go on", EXIT_ENDED_ON_SIGNAL)
+        lost = "nothing is" if self._saved_version is None else f"version {self._saved_version} is the last that is"
+        raise StopRun(f"{ended}, which could not be saved; {lost} saved", EXIT_FAILED)
 
     def _save(self, version: int) -> None:
         if self._saved_version == version:

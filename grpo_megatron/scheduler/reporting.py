@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from grpo_megatron.monitor import records
 from grpo_megatron.monitor.alerts import AlertRules, Verdict
-from grpo_megatron.monitor.metrics import MetricSums, merge
+from grpo_megatron.monitor.metrics import MetricSums, largest, merge
 from grpo_megatron.monitor.records import EvaluationReport, StepReport
 from grpo_megatron.monitor.sinks import SinkSet
 from grpo_megatron.scheduler.batches import StepBatch
@@ -21,6 +21,8 @@ class JudgedStep:
 
     report: StepReport
     verdict: Verdict
+    ledger_error: str | None
+    """On rank 0: why the account of the step could not be written."""
 
 
 class Reporter:
@@ -50,15 +52,23 @@ class Reporter:
         for alert in health.alerts:
             self._sinks.alert(alert)
         self._sinks.rollouts(step + 1, scored.scored, batch.groups.advantages)
-        if self._ledger is not None:
-            self._ledger.write(step + 1, scored, batch)
-        return JudgedStep(report, health.verdict)
+        return JudgedStep(report, health.verdict, self._write_ledger(step + 1, scored, batch))
+
+    def _write_ledger(self, step: int, scored: ScoredStep, batch: StepBatch) -> str | None:
+        if self._ledger is None:
+            return None
+        try:
+            self._ledger.write(step, scored, batch)
+        except OSError as error:
+            return f"ledger of step {step}: {error}"
+        return None
 
     def evaluation(self, result: EvaluationResult) -> None:
         """Tell the sinks about an evaluation."""
         values = {
             records.ACCURACY: result.accuracy,
             "evaluation/ended_share": result.ended_share,
+            "evaluation/error_share": result.error_share,
             records.NUM_PROBLEMS: float(result.num_problems),
         }
         if result.anywhere is not None:
@@ -113,7 +123,7 @@ def _group_values(scored: ScoredStep, batch: StepBatch) -> dict[str, float]:
 def _update_values(stats: StepStats) -> dict[str, float]:
     values = {records.LEARNING_RATE: stats.learning_rate, "optimizer/skipped_steps": float(stats.num_skipped)}
     if stats.gradient_norms:
-        values[records.GRADIENT_NORM] = max(stats.gradient_norms)
+        values[records.GRADIENT_NORM] = largest(stats.gradient_norms)
     return values
 
 

@@ -1,6 +1,6 @@
 """From finished rollouts to scored ones, the same list on every rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_megatron.batch import Prompt, RewardResult, Rollout, ScoredRollout
@@ -45,7 +45,6 @@ class Scores:
         groups: Groups,
         *,
         deadline_seconds: float,
-        progress: Callable[[str], None] | None = None,
     ) -> None:
         self._pool = pool  # on leaders only
         self._groups = groups

@@ -23,14 +23,13 @@ from grpo_megatron.platform.kernels import choose_kernels
 from grpo_megatron.scheduler.build import build_run, check_ranks_agree
 from grpo_megatron.scheduler.context import Session
 from grpo_megatron.scheduler.loop import train
-from grpo_megatron.scheduler.recovery import StopRun
+from grpo_megatron.scheduler.recovery import EXIT_FAILED, StopRun
 from grpo_megatron.scheduler.signals import StopRequest
 from grpo_megatron.scheduler.startup import StartError, Startup
 from grpo_megatron.utils.logging import setup_logging
 
 EXIT_DONE = 0
 EXIT_REFUSED = 1
-EXIT_FAILED = 3
 COLLECTIVE_SLACK_SECONDS = 120.0
 """A collective must outlast the deadline of the phase it is in, so that the deadline speaks first."""
 

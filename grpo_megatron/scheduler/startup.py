@@ -33,10 +33,11 @@ class Startup:
         error = None
         try:
             yield
-        except (ValueError, OSError, RuntimeError) as failure:
+        except Exception as failure:  # whatever it is, the other ranks wait for the outcome of the stage
+            expected = isinstance(failure, ValueError | OSError | RuntimeError)
+            error = str(failure) if expected and str(failure) else f"{type(failure).__name__}: {failure}"
             if self.groups is None:
-                raise StartError(f"start, {name}: {failure}") from failure
-            error = str(failure) or repr(failure)
+                raise StartError(f"start, {name}: {error}") from failure
             cause: BaseException | None = failure
         else:
             cause = None

@@ -22,7 +22,7 @@ class StepStats:
     """One per optimizer step, before clipping."""
     learning_rate: float
     num_skipped: int
-    """Optimizer steps left out because the gradient was not finite."""
+    """Mini-batches left out because a gradient was not finite, later ones of the step included."""
     num_packed_tokens: int
     """Tokens that went through the model, over all replicas, padding included."""
 
@@ -61,12 +61,14 @@ class Updates:
                         on_micro_batch=progress.advance,
                     )
                 )
+                if not stats[-1].stepped:  # on every rank; a health rule ends the run
+                    break
         num_tokens = sum(micro.num_tokens for each in trained for micro in each.micro_batches)
         return StepStats(
             sums=self._reduce(stats),
             gradient_norms=tuple(each.gradient_norm for each in stats),
             learning_rate=rate,
-            num_skipped=sum(not each.stepped for each in stats),
+            num_skipped=len(trained) - sum(each.stepped for each in stats),
             num_packed_tokens=self._over_replicas(num_tokens),
         )
 

@@ -1,5 +1,6 @@
 """megatron-core's data-parallel wrapper and distributed optimizer around the policy's chunks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from grpo_megatron.config.schema import TrainingSection
 
@@ -59,6 +61,24 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
     """The torch optimizers inside megatron-core's wrapper."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [each.optimizer for each in chained if each.optimizer is not None]
+
+
+def step_if_finite(optimizer: MegatronOptimizer) -> tuple[bool, float]:
+    """Clip and step, unless the gradient is not finite; returns whether it stepped and the norm before clipping.
+
+    megatron-core looks for such gradients only where a loss scaler is in use. The norm is over all ranks, so all come
+    to the same decision. Collective over the world.
+    """
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    norm = float(norm if norm is not None else 0.0)
+    if not math.isfinite(norm):
+        return False, norm
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = each.get_parameters()
+        if parameters and each.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=each.config.clip_grad, total_norm=norm)
+    return bool(optimizer.step_with_ready_grads()), norm
 
 
 def _use_fused_adam(optimizer: torch.optim.Optimizer) -> None:

@@ -14,7 +14,7 @@ from grpo_megatron.execution.pipeline import run_micro_batches
 from grpo_megatron.models.forward import hidden_states
 from grpo_megatron.platform.device import Platform
 from grpo_megatron.trainer.loss import DeviceBatch, grpo_loss, to_device
-from grpo_megatron.trainer.optimizer import OptimizedPolicy, wrap_policy
+from grpo_megatron.trainer.optimizer import OptimizedPolicy, step_if_finite, wrap_policy
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class UpdateStats:
     """Before clipping, over all ranks."""
     learning_rate: float
     stepped: bool
-    """False where the gradient was not finite and megatron-core left the weights alone."""
+    """False where the gradient was not finite: the weights are as they were."""
 
 
 class PolicyTrainer:
@@ -78,8 +78,8 @@ class PolicyTrainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        stepped, gradient_norm, _ = self.optimizer.step()
-        return UpdateStats(tuple(sums), float(gradient_norm), learning_rate, bool(stepped))
+        stepped, gradient_norm = step_if_finite(self.optimizer)
+        return UpdateStats(tuple(sums), gradient_norm, learning_rate, stepped)
 
 
 def _unwrapped(model: torch.nn.Module) -> GPTModel:

@@ -112,11 +112,13 @@ def test_the_end_token_is_trained_where_the_policy_wrote_it_and_invented_nowhere
     assert micro_batch.token_ids.tolist() == [5, 7, 2, 7, 7, 2, 2, 2]
 
 
-def test_truncated_answers_are_in_no_denominator_when_they_are_masked() -> None:
+def test_answers_that_are_left_out_are_in_no_denominator() -> None:
     prompt = make_prompt("p", (5,))
     finishes: list[FinishReason] = ["stop", "length", "stop", "length"]
     scored = [make_scored(prompt, i, (7,) * (i + 1), finish=finish) for i, finish in enumerate(finishes)]
-    (masked,) = pack(scored, [1.0] * 4, settings=replace(ONE, mask_truncated=True))
+    reasons = [None if finish == "stop" else "truncated" for finish in finishes]
+    advantages = [1.0 if reason is None else None for reason in reasons]
+    (masked,) = pack(scored, advantages, settings=ONE, drop_reasons=reasons)
     (kept,) = pack(scored, [1.0] * 4, settings=ONE)
     assert (masked.mini_batches[0].num_loss_tokens, masked.mini_batches[0].num_loss_rollouts) == (1 + 3, 2)
     assert (kept.mini_batches[0].num_loss_tokens, kept.mini_batches[0].num_loss_rollouts) == (1 + 2 + 3 + 4, 4)

@@ -38,7 +38,6 @@ packing_settings = st.builds(
     micro_batch_tokens=st.integers(8, 60),
     share_prefix=st.booleans(),
     pad_to_multiple=st.sampled_from([1, 2, 4, 8]),
-    mask_truncated=st.booleans(),
 )
 
 
@@ -49,7 +48,7 @@ def expected_targets(
     expected: Counter[tuple[int, int, float, float]] = Counter()
     for rollout_id, (one, advantage) in enumerate(zip(scored, advantages, strict=True)):
         rollout = one.rollout
-        if advantage is None or (options.mask_truncated and rollout.finish_reason == "length"):
+        if advantage is None:
             continue
         for token, logprob, trained in zip(rollout.token_ids, rollout.logprobs, rollout.loss_mask, strict=True):
             expected[rollout_id, token, advantage, logprob] += trained

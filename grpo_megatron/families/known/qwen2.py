@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from grpo_megatron.families import llama
 from grpo_megatron.families.base import ModelDescription, TensorRule
 from grpo_megatron.families.decoder import decoder_rules
+from grpo_megatron.families.known import llama
 
 
 def describe(config: Mapping[str, Any]) -> ModelDescription:
