@@ -1,7 +1,7 @@
 """The records that flow between the phases of a step: prompts, rollouts, scores, packed batches.
 
 Numpy and plain Python only, so that rewards, data and the configuration tools never need torch;
-`execution/` puts a packed micro-batch on the device. Token ids are the truth: text is decoded for
+`models/forward.py` puts a packed micro-batch on the device. Token ids are the truth: text is decoded for
 rewards and readers, and never tokenised again.
 """
 

@@ -48,7 +48,7 @@ class RunState:
     """Named owners of everything but the model."""
 
     shared: Mapping[str, Stateful] = field(default_factory=dict)
-    """The same on all ranks: sampler, ledger, alerts, step."""
+    """The same on all ranks: sampler, alerts, step, evaluations."""
     per_rank: Mapping[str, Stateful] = field(default_factory=dict)
     """Belongs to single ranks: random numbers."""
 

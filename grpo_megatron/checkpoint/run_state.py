@@ -1,4 +1,4 @@
-"""Everything but the model that a resumed run must remember: sampler, ledger, alerts, step, random numbers.
+"""Everything but the model that a resumed run must remember: sampler, alerts, step, evaluations, random numbers.
 
 `shared.pt` holds what is the same on all ranks and is written by rank 0; `rank-3.pt` what belongs to rank 3. Files
 hold plain data only and are read without unpickling code.

@@ -1,5 +1,9 @@
 """The shared store: counters and small texts between ranks, every wait with a deadline. Never payloads."""
 
+import contextlib
+import os
+import signal
+import socket
 import time
 from datetime import timedelta
 
@@ -7,14 +11,18 @@ import torch.distributed as dist
 
 from grpo_megatron.parallel.errors import RankFailure
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""A rank that gets it writes what each of its threads is doing."""
+
 
 class SharedStore:
-    """One client of the run's TCPStore. Keys start with `prefix`, so phases of different steps never meet."""
+    """One client of the run's store. A key is used for one purpose and one time, so that steps never meet."""
 
     def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        store.set(f"process/rank-{rank}", f"{socket.gethostname()} {os.getpid()}")
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter atomically; returns its new value."""
@@ -54,5 +62,19 @@ class SharedStore:
                 raise RankFailure(f"{what}: {self._store.get(f'{key}/failed').decode()}")
             if time.monotonic() > end:
                 missing = [r for r in range(self._world_size) if not self._store.check([f"{key}/rank-{r}"])]
-                raise TimeoutError(f"{what}: ranks {missing} did not arrive within {deadline_seconds:.0f} s")
+                self._ask_for_stacks(missing)
+                raise TimeoutError(
+                    f"{what}: ranks {missing} did not arrive within {deadline_seconds:.0f} s; "
+                    f"what those of this machine were doing is in logs/stacks-rank-N.log"
+                )
             time.sleep(poll_seconds)
+
+    def _ask_for_stacks(self, ranks: list[int]) -> None:
+        """Have the ranks of this machine write their stacks, wherever they hang: see `utils.logging.dump_stacks_on`."""
+        for rank in ranks:
+            if not self._store.check([f"process/rank-{rank}"]):
+                continue
+            host, process_id = self._store.get(f"process/rank-{rank}").decode().split()
+            if host == socket.gethostname() and int(process_id) != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process_id), STACKS_SIGNAL)

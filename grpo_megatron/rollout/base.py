@@ -15,7 +15,7 @@ class SamplingSettings:
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0.0 is greedy: allowed for evaluation, refused for training rollouts (case G10)."""
+    """0.0 is greedy: allowed for evaluation, refused for training rollouts."""
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()

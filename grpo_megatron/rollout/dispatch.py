@@ -1,6 +1,7 @@
 """Who generates what: tickets for the prompts of a step, and the driver that collects their rollouts in time."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
@@ -38,8 +39,8 @@ def make_requests(
     Raises:
         ValueError: a prompt id comes twice, so that its answers would be the same draws.
     """
-    ids = [prompt.id for prompt in prompts]
-    repeated = sorted({prompt_id for prompt_id in ids if ids.count(prompt_id) > 1})
+    counts = Counter(prompt.id for prompt in prompts)
+    repeated = sorted(prompt_id for prompt_id, count in counts.items() if count > 1)
     if repeated:
         raise ValueError(
             f"data.prompts: {name} has prompt ids more than once: {', '.join(repeated[:_NAMED])}; give every line an "

@@ -1,4 +1,4 @@
-"""A run: the parts that the loop uses, built in order. Below this floor nobody sees the whole configuration."""
+"""A run: the parts that the loop uses. Below this floor nobody sees the whole configuration."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

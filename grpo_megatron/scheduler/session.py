@@ -16,7 +16,7 @@ from grpo_megatron.parallel.collectives import broadcast_object
 from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.grid import RankGrid
 from grpo_megatron.parallel.groups import Groups, build_groups
-from grpo_megatron.parallel.store import SharedStore
+from grpo_megatron.parallel.store import STACKS_SIGNAL, SharedStore
 from grpo_megatron.platform.device import Platform, current_platform, use_deterministic_algorithms
 from grpo_megatron.platform.environment import LaunchEnvironment
 from grpo_megatron.platform.kernels import choose_kernels
@@ -26,7 +26,7 @@ from grpo_megatron.scheduler.loop import train
 from grpo_megatron.scheduler.recovery import EXIT_FAILED, StopRun
 from grpo_megatron.scheduler.signals import StopRequest
 from grpo_megatron.scheduler.startup import StartError, Startup
-from grpo_megatron.utils.logging import setup_logging
+from grpo_megatron.utils.logging import dump_stacks_on, setup_logging
 
 EXIT_DONE = 0
 EXIT_REFUSED = 1
@@ -43,6 +43,7 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
     was_initialized = dist.is_initialized()
     try:
         logger = setup_logging(folder / "logs", rank=launch.rank)
+        stacks = dump_stacks_on(STACKS_SIGNAL, folder / "logs", rank=launch.rank)
     except OSError as error:
         print(f"run.folder: {folder} cannot be written: {error.strerror}; choose another run.folder", file=sys.stderr)
         return EXIT_REFUSED
@@ -66,6 +67,7 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
         return EXIT_FAILED
     finally:
         run.close()
+        stacks.flush()
         if not was_initialized:
             dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
 """One logger for the program: a file per rank, the console on rank 0, one line per message."""
 
+import faulthandler
 import logging
 import sys
 from pathlib import Path
@@ -34,6 +35,17 @@ def setup_logging(folder: Path, *, rank: int, stream: TextIO | None = None) -> l
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     return logging.getLogger(LOGGER_NAME)
+
+
+def dump_stacks_on(number: int, folder: Path, *, rank: int) -> TextIO:
+    """Write the stacks of all threads to `<folder>/stacks-rank-N.log` when this signal comes, also inside a hung call.
+
+    The file stays open as long as the returned object lives.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / f"stacks-rank-{rank}.log").open("a", encoding="utf-8")
+    faulthandler.register(number, file=file, all_threads=True)
+    return file
 
 
 class _RankFile(logging.FileHandler):

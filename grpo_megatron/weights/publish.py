@@ -113,7 +113,7 @@ class Publisher:
         tensors = self._walk.tensors()
         for index, plan in enumerate(self._plans):
             self._fill(plan, tensors, chosen, checksums)
-            # The buffer is filled again only after every rank has heard that this bucket was read (case W1).
+            # The buffer is filled again only after every rank has heard that this bucket was read.
             what = f"publish of version {version}: bucket {index + 1} of {len(self._plans)}"
             self._agree(lambda sink, i=index, p=plan: sink.put(self._bucket(i, p)), what)  # type: ignore[misc]
         return checksums

@@ -32,7 +32,7 @@ class WeightSink(Protocol):
     def begin(self, version: int) -> None: ...
 
     def put(self, bucket: Bucket) -> None:
-        """Hand over one bucket. Must not return before the receiver has read it (case W1)."""
+        """Hand over one bucket. Must not return before the receiver has read it."""
 
     def commit(self) -> None: ...
 
