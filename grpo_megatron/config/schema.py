@@ -28,7 +28,7 @@ class RunSection:
     folder: str = "runs"
     steps: PositiveInt = 100
     """Policy versions to make: rollout, score, update, publish is one."""
-    seed: CountInt = 0
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
     deterministic: bool = False
     """Bit-equal when resumed or repeated: prompts are assigned statically, torch's deterministic algorithms are on."""
     resume: Literal["auto", "never"] | CountInt = "auto"

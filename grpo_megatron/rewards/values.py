@@ -15,6 +15,9 @@ ErrorKind = Literal["timeout", "exception", "bad_value", "died", "unparsable"]
 ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind)
 MAX_MESSAGE_CHARACTERS = 500
 
+LARGEST_SCORE = 1e30
+"""Its square, summed over a group, is still far from the largest float."""
+
 
 class UnparsableInput(ValueError):
     """The prompt's gold answer or its arguments are not what the scorer needs. The policy's answer never is."""
@@ -62,6 +65,8 @@ def to_score(value: Any, what: str = "the reward") -> float:
         raise BadValue(f"{what} is an integer beyond the range of a float") from error
     if not math.isfinite(number):
         raise BadValue(f"{what} is {number}; return a finite number")
+    if abs(number) > LARGEST_SCORE:
+        raise BadValue(f"{what} is {number:g}; group statistics need numbers up to {LARGEST_SCORE:g}")
     return number
 
 

@@ -18,7 +18,8 @@ class Ledger:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         for path in folder.glob("step-*.jsonl"):
-            if int(path.stem.removeprefix("step-")) > resume_step:
+            number = path.stem.removeprefix("step-")
+            if number.isdecimal() and int(number) > resume_step:
                 path.unlink()
 
     def write(self, step: int, scored: ScoredStep, batch: StepBatch) -> None:

@@ -61,9 +61,9 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
     except StopRun as stop:
         logger.warning("%s", stop)
         return stop.exit_code
-    except (CheckpointError, RankFailure, TimeoutError, ValueError) as error:
+    except (CheckpointError, RankFailure, TimeoutError, ValueError, ArithmeticError) as error:
         logger.error("%s", " ".join([str(error), *getattr(error, "__notes__", [])]))
-        logger.info("where it happened", exc_info=True)
+        logger.info("where it happened", exc_info=True, extra={"file_only": True})
         return EXIT_FAILED
     finally:
         run.close()

@@ -12,7 +12,7 @@ LOGGER_NAME = "grpo_megatron"
 def setup_logging(folder: Path, *, rank: int, stream: TextIO | None = None) -> logging.Logger:
     """Send the program's messages to `<folder>/rank-N.log`, and to the console: all of rank 0, errors of the others.
 
-    Messages of libraries, and Python warnings, go to the file from level WARNING on, and to the console if they are
+    A message with `extra={"file_only": True}` goes to the file alone. Messages of libraries, and Python warnings, go to the file from level WARNING on, and to the console if they are
     errors. A resumed run appends. Calling it again replaces what it set up before.
 
     Args:
@@ -56,6 +56,8 @@ class _Console(logging.StreamHandler):
     """Writes above a progress bar if one is on the terminal, and not through the middle of it."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "file_only", False):
+            return
         # Imported late: processes that only read settings have no need of it.
         from tqdm import tqdm
 

@@ -39,7 +39,7 @@ def act(prompt, rollout):
         return 1
     values = {
         "int": 1, "bool": True, "float": 0.25, "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "zero": 0,
-        "none": None, "nan": float("nan"), "inf": np.inf, "text": "1.0", "array": np.ones(1), "huge": 10**400,
+        "none": None, "nan": float("nan"), "inf": np.inf, "text": "1.0", "array": np.ones(1), "huge": 10**400, "vast": 1e308,
         "parts": RewardResult(0.5, {"format": np.int64(1)}), "bad part": RewardResult(0.5, {"format": float("nan")}),
         "own error": RewardResult(None, error="unparsable: no gold"), "empty": RewardResult(None),
     }
@@ -136,7 +136,7 @@ def test_a_worker_that_dies_is_replaced_and_its_neighbours_keep_their_scores(poo
 
 def test_numbers_of_every_kind_are_normalised_and_everything_else_is_a_counted_error(pool: RewardPool) -> None:
     good = {"int": 1.0, "bool": 1.0, "float": 0.25, "numpy": 0.5, "numpy bool": 1.0, "zero": 0.0, "parts": 0.5}
-    bad = ["none", "nan", "inf", "text", "array", "huge", "bad part", "empty"]
+    bad = ["none", "nan", "inf", "text", "array", "huge", "vast", "bad part", "empty"]
     submit(pool, *good, *bad, "own error")
     results = pool.collect(20)
     for index, (name, score) in enumerate(good.items()):
