@@ -12,8 +12,9 @@ LOGGER_NAME = "grpo_megatron"
 def setup_logging(folder: Path, *, rank: int, stream: TextIO | None = None) -> logging.Logger:
     """Send the program's messages to `<folder>/rank-N.log`, and to the console: all of rank 0, errors of the others.
 
-    A message with `extra={"file_only": True}` goes to the file alone. Messages of libraries, and Python warnings, go to the file from level WARNING on, and to the console if they are
-    errors. A resumed run appends. Calling it again replaces what it set up before.
+    A message with `extra={"file_only": True}` goes to the file alone. Messages of libraries, and Python warnings, go to
+    the file from level WARNING on, and to the console if they are errors. A resumed run appends. Calling it again
+    replaces what it set up before.
 
     Args:
         stream: the console; standard error if None.

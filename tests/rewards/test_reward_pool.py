@@ -39,7 +39,8 @@ def act(prompt, rollout):
         return 1
     values = {
         "int": 1, "bool": True, "float": 0.25, "numpy": np.float32(0.5), "numpy bool": np.bool_(True), "zero": 0,
-        "none": None, "nan": float("nan"), "inf": np.inf, "text": "1.0", "array": np.ones(1), "huge": 10**400, "vast": 1e308,
+        "none": None, "nan": float("nan"), "inf": np.inf, "text": "1.0", "array": np.ones(1), "huge": 10**400,
+        "vast": 1e308,
         "parts": RewardResult(0.5, {"format": np.int64(1)}), "bad part": RewardResult(0.5, {"format": float("nan")}),
         "own error": RewardResult(None, error="unparsable: no gold"), "empty": RewardResult(None),
     }
