@@ -167,21 +167,22 @@ def _restore(
     """Open the run's checkpoints and load what `run.resume` asks for. Collective over the world."""
     config, groups, models = session.config, session.groups, parts.models
     with session.startup.stage("checkpoints"):
-        checkpointer = open_checkpointer(
-            session.folder / "checkpoints", keep=config.checkpoint.keep, coordination=WorldCoordination(groups)
-        )
+        folder = session.folder / "checkpoints"
+        checkpointer = open_checkpointer(folder, keep=config.checkpoint.keep, coordination=WorldCoordination(groups))
         resources.callback(checkpointer.close)
         recovery = Recovery(
             checkpointer,
             ModelState(models.trainer.wrapped, models.trainer.optimizer),
             RunState(shared=state, per_rank={"random": RandomState()}),
             progress,
+            folder=folder,
             describe=lambda version: _describe_checkpoint(config, groups, version),
             section=config.checkpoint,
             num_steps=config.run.steps,
             memory=parts.memory,
             groups=groups,
             stop_request=session.stop_request,
+            open_progress=partial(session.open_progress, unit="MB"),
             say=session.logger.info,
             warn=session.logger.warning,
         )

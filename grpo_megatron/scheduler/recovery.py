@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.checkpoint.base import CheckpointError
@@ -10,10 +12,12 @@ from grpo_megatron.checkpoint.checkpointer import Checkpointer, LoadReport, Mode
 from grpo_megatron.checkpoint.manifest import Description
 from grpo_megatron.config.schema import CheckpointSection, RunSection
 from grpo_megatron.memory.manager import MemoryManager
-from grpo_megatron.parallel.collectives import agree
+from grpo_megatron.monitor.progress import Progress
+from grpo_megatron.parallel.collectives import agree, gather_objects
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.scheduler.phases import CHECKPOINT_NEEDS
 from grpo_megatron.scheduler.reporting import JudgedStep
+from grpo_megatron.scheduler.saving import watch_saving
 from grpo_megatron.scheduler.signals import StopRequest
 
 EXIT_FAILED = 3
@@ -56,12 +60,14 @@ class Recovery:
         state: RunState,
         progress: RunProgress,
         *,
+        folder: Path,
         describe: Callable[[int], Description],
         section: CheckpointSection,
         num_steps: int,
         memory: MemoryManager,
         groups: Groups,
         stop_request: StopRequest,
+        open_progress: Callable[[str, int], Progress],
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
@@ -69,12 +75,14 @@ class Recovery:
         self._model = model
         self._state = state
         self._progress = progress
+        self._folder = folder
         self._describe = describe
         self._section = section
         self._num_steps = num_steps
         self._memory = memory
         self._groups = groups
         self._stop_request = stop_request
+        self._open_progress = open_progress
         self._say = say
         self._warn = warn
         self._saved_version: int | None = None
@@ -146,8 +154,11 @@ class Recovery:
             return
         begin = time.monotonic()
         self._memory.require("checkpoint", CHECKPOINT_NEEDS)
+        num_bytes = sum(gather_objects(self._model.num_bytes(), self._groups.world))
+        show = partial(self._open_progress, f"saving version {version}")
         try:
-            report = self._checkpointer.save(version, self._model, self._state, self._describe(version))
+            with watch_saving(self._folder, num_bytes=num_bytes, open_progress=show):
+                report = self._checkpointer.save(version, self._model, self._state, self._describe(version))
         except CheckpointError as error:
             if self._section.on_failure == "stop":
                 raise
