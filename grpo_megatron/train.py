@@ -11,7 +11,7 @@ from pathlib import Path
 
 from grpo_megatron.config.loader import load_config
 from grpo_megatron.config.problems import ConfigError
-from grpo_megatron.platform.environment import end_with_launcher, read_launch_environment
+from grpo_megatron.platform.environment import end_early_on_signals, end_with_launcher, read_launch_environment
 from grpo_megatron.scheduler.checks import check_start
 
 USAGE = "usage: torchrun --nproc-per-node N -m grpo_megatron.train FILE [key.path=value ...]"
@@ -20,6 +20,7 @@ USAGE = "usage: torchrun --nproc-per-node N -m grpo_megatron.train FILE [key.pat
 def main(arguments: Sequence[str]) -> int:
     """Parse, build, run, close; returns the exit code."""
     launch = read_launch_environment()
+    end_early_on_signals(exit_code=5)
     if launch.master_port:
         end_with_launcher()
     say = print if launch.rank == 0 else (lambda *_, **__: None)

@@ -17,3 +17,11 @@ default_ranks() {
     command -v nvidia-smi >/dev/null && gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
     echo $((gpus > 0 ? gpus : 1))
 }
+
+# check_counts: numbers of ranks and machines are numbers.
+check_counts() {
+    local name
+    for name in NPROC NNODES; do
+        [[ -z ${!name:-} || ${!name} =~ ^[1-9][0-9]*$ ]] || { echo "error: $name=${!name} is not a number above 0" >&2; exit 2; }
+    done
+}

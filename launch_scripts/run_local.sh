@@ -9,6 +9,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/common.sh"
+check_counts
 
 [[ $# -ge 1 && $1 != -h && $1 != --help ]] || usage "${BASH_SOURCE[0]}"
 exec "$python" "$here/launch.py" --standalone --nproc-per-node "${NPROC:-$(default_ranks)}" -m "$trainer" "$@"

@@ -11,6 +11,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/common.sh"
+check_counts
 
 [[ $# -ge 1 && $1 != -h && $1 != --help ]] || usage "${BASH_SOURCE[0]}"
 for name in MASTER_ADDR NNODES; do

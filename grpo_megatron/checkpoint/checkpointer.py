@@ -160,10 +160,16 @@ class Checkpointer:
         """Restore the newest valid version, or the given one. None: there is none, and nothing was touched.
 
         Raises:
-            CheckpointError: on every rank; the version does not exist or does not fit this run.
+            CheckpointError: on every rank; the version does not exist or does not fit this run, or there are versions
+                and none is valid: whoever has trained for days does not want to begin anew without a word.
         """
         started = time.monotonic()
         checkpoint, skipped = self.find(version)
+        if checkpoint is None and skipped:
+            reasons = "\n".join(str(folder) for folder in skipped)
+            raise CheckpointError(
+                f"none of {len(skipped)} checkpoints is valid; move them away to start anew under this name\n{reasons}"
+            )
         if checkpoint is None:
             return None
         model.load(checkpoint.path / MODEL_FOLDER)

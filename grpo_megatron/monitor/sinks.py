@@ -199,7 +199,7 @@ class RolloutSink(Sink):
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"step-{step:06d}.jsonl"
         temporary = file.with_name(file.name + ".tmp")
-        with temporary.open("w", encoding="utf-8") as lines:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as lines:
             for scored, advantage in zip(rollouts, advantages, strict=True):
                 lines.write(json.dumps(_rollout_record(scored, advantage), ensure_ascii=False) + "\n")
         os.replace(temporary, file)

@@ -66,3 +66,13 @@ def end_with_launcher() -> None:
     """Have the kernel send SIGTERM to this rank when the process that started it dies, however it dies."""
     set_parent_death_signal = 1  # PR_SET_PDEATHSIG, linux/prctl.h
     ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
+
+
+def end_early_on_signals(exit_code: int) -> None:
+    """Until the run takes signals over there is nothing to save: SIGINT and SIGTERM end the process with this code."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(exit_code)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)

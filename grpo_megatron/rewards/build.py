@@ -47,4 +47,4 @@ def suggest_reward(name: str) -> str:
     """The end of an error message: the nearest name and all names."""
     nearest = difflib.get_close_matches(name, REWARD_NAMES, n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    return f"{hint} Known: {', '.join(REWARD_NAMES)}, or your own as module:function"
+    return f"{hint}. Known: {', '.join(REWARD_NAMES)}, or your own as module:function"

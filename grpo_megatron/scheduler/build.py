@@ -219,7 +219,8 @@ def _build_reporter(
     session: Session, timer: PhaseTimer, sinks: SinkSet, rules: AlertRules, *, resume_step: int
 ) -> Reporter:
     ledger = Ledger(session.folder / "ledger", resume_step=resume_step) if session.is_first_rank else None
-    return Reporter(timer, sinks, rules, ledger, num_steps=session.config.run.steps)
+    warn = session.logger.warning if session.is_first_rank else (lambda text: None)
+    return Reporter(timer, sinks, rules, ledger, num_steps=session.config.run.steps, warn=warn)
 
 
 def _build_finish(session: Session, parts: Parts, progress: RunProgress, sinks: SinkSet) -> Callable[[], None]:

@@ -47,9 +47,13 @@ def finish_run(
             say(f"exported {report.num_bytes / 1e6:.0f} MB to {target} in {report.seconds:.1f} s")
     if groups.rank == 0:
         sinks.attempt("plots", "the end of the run", lambda: write_plots(folder))
-        summary = build_run_report(folder, disabled_sinks=sinks.failures)
-        summary = replace(summary, train_seconds=train_seconds, export=str(target) if export else None)
-        write_run_report(folder, summary)
-        for line in report_text(summary).splitlines():
-            say(line)
-        say(f"plots/ and report.json are in {folder}")
+
+        def report_run() -> None:
+            summary = build_run_report(folder, disabled_sinks=sinks.failures)
+            summary = replace(summary, train_seconds=train_seconds, export=str(target) if export else None)
+            write_run_report(folder, summary)
+            for line in report_text(summary).splitlines():
+                say(line)
+            say(f"plots/ and report.json are in {folder}")
+
+        sinks.attempt("report.json", "the end of the run", report_run)

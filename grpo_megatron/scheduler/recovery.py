@@ -1,11 +1,13 @@
 """After every step: save if it is due, end if a signal or a health rule says so. And resume at the start."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from grpo_megatron.checkpoint.base import CheckpointError
 from grpo_megatron.checkpoint.checkpointer import Checkpointer, LoadReport, Model, RunState
@@ -95,10 +97,11 @@ class Recovery:
                 asked for.
         """
         if section.resume == "never":
-            found, _ = self._checkpointer.find()
-            if found is not None:
+            found, skipped = self._checkpointer.find()
+            there = [found.path] if found is not None else [folder.path for folder in skipped]
+            if there:
                 raise CheckpointError(
-                    f"run.resume: never, but {found.path} is there; choose another run.name or set run.resume=auto"
+                    f"run.resume: never, but {there[0]} is there; choose another run.name or set run.resume=auto"
                 )
             return None
         version = None if section.resume == "auto" else section.resume
@@ -107,6 +110,12 @@ class Recovery:
             return None
         for skipped in report.skipped:
             self._warn(str(skipped))
+        for line in changed_settings(report.checkpoint.manifest.description, self._describe(0)):
+            self._warn(line)
+        if report.checkpoint.version >= self._num_steps:
+            self._say(
+                f"run.steps: {self._num_steps}, and {report.checkpoint.version} are done: nothing is left to train"
+            )
         self._checkpointer.set_aside_after(report.checkpoint.version)
         self._saved_version = report.checkpoint.version
         self._say(
@@ -169,3 +178,22 @@ class Recovery:
             f"saved version {version}: {report.num_bytes / 1e6:.0f} MB in {time.monotonic() - begin:.1f} s "
             f"({report.checkpoint.path})"
         )
+
+
+def changed_settings(saved: Description, current: Description) -> list[str]:
+    """One line per key of the configuration that a resumed run has otherwise than the checkpoint."""
+    before, now = (dict(_flat(yaml.safe_load(each.configuration))) for each in (saved, current))
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return [
+        f"resumed with another setting, {key}: the checkpoint was made with {before.get(key)!r}, now {now.get(key)!r}"
+        + ("; the weights are the checkpoint's" if key == "model.policy" else "")
+        for key in changed
+    ]
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,5 +1,7 @@
 """A step in numbers: collects what the phases returned, hands it to the sinks, asks the alert rules."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_megatron.monitor import records
@@ -29,13 +31,21 @@ class Reporter:
     """`sinks` and `ledger` do something on rank 0 only; the rules run on every rank, on the same numbers."""
 
     def __init__(
-        self, timer: PhaseTimer, sinks: SinkSet, rules: AlertRules, ledger: Ledger | None, *, num_steps: int
+        self,
+        timer: PhaseTimer,
+        sinks: SinkSet,
+        rules: AlertRules,
+        ledger: Ledger | None,
+        *,
+        num_steps: int,
+        warn: Callable[[str], None],
     ) -> None:
         self._timer = timer
         self._sinks = sinks
         self._rules = rules
         self._ledger = ledger
         self._num_steps = num_steps
+        self._warn = warn
 
     def report(self, step: int, scored: ScoredStep, batch: StepBatch, stats: StepStats) -> JudgedStep:
         """End the step's clock and tell everybody. Not collective."""
@@ -49,6 +59,7 @@ class Reporter:
         report = StepReport(step + 1, self._num_steps, values, seconds.phases, seconds.total, seconds.nested)
         health = self._rules.judge(report)
         self._sinks.step(report)
+        _warn_of_errors(scored, self._warn)
         for alert in health.alerts:
             self._sinks.alert(alert)
         self._sinks.rollouts(step + 1, scored.scored, batch.groups.advantages)
@@ -74,6 +85,14 @@ class Reporter:
         if result.anywhere is not None:
             values[records.ANYWHERE] = result.anywhere
         self._sinks.evaluation(EvaluationReport(result.version, values, result.seconds))
+
+
+def _warn_of_errors(step: ScoredStep, warn: Callable[[str], None]) -> None:
+    """How many scores failed, and the most frequent reason."""
+    errors = Counter(each.reward.error for each in step.scored if each.reward.error is not None)
+    if errors:
+        (text, _), *_ = errors.most_common(1)
+        warn(f"step {step.step + 1}: {errors.total()} of {len(step.scored)} scores failed, most often: {text}")
 
 
 def rollout_sums(step: ScoredStep) -> MetricSums:

@@ -64,7 +64,7 @@ class Scores:
             except RewardFailure as failure:
                 error = str(failure)
             stats = self._pool.stats()
-        agree(error, self._groups.world, f"rewards of step {step.step}")
+        agree(error, self._groups.world, f"rewards of step {step.step + 1}")
         prompts = {prompt.id: prompt for prompt in step.prompts}
         mine = [
             ScoredRollout(prompts[rollout.prompt_id], rollout, results[rollout.prompt_id, rollout.index])

@@ -50,6 +50,11 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
     try:
         session = open_session(loaded, launch, folder, stop_request, logger)
         run = build_run(session)
+        with session.startup.stage("configuration file"):  # only now: the folder's lock is ours
+            if launch.rank == 0:
+                temporary = folder / "config.yaml.tmp"
+                temporary.write_text(to_yaml(config))
+                temporary.replace(folder / "config.yaml")
     except (StartError, CheckpointError) as error:
         if launch.rank == 0:
             logger.error("%s", error)
@@ -75,7 +80,7 @@ def run_session(loaded: LoadedConfig, launch: LaunchEnvironment) -> int:
 def open_session(
     loaded: LoadedConfig, launch: LaunchEnvironment, folder: Path, stop_request: StopRequest, logger: Logger
 ) -> Session:
-    """Ranks meet and agree, and the run's folder says what runs in it. Collective over the world.
+    """Ranks meet and agree. Collective over the world.
 
     Raises:
         StartError: the ranks do not meet, or were started with different configurations.
@@ -92,8 +97,6 @@ def open_session(
     session = Session(loaded, folder, platform, groups, store, logger, stop_request, startup)
     with startup.stage("configuration"):
         check_ranks_agree(session)
-        if launch.rank == 0:
-            (folder / "config.yaml").write_text(to_yaml(config))
     grid = groups.grid
     logger.info(
         "%d ranks: tensor %d, pipeline %d, data %d, on %s; %s",

@@ -50,7 +50,14 @@ def dump_stacks_on(number: int, folder: Path, *, rank: int) -> TextIO:
 
 
 class _RankFile(logging.FileHandler):
-    """The rank's own file."""
+    """The rank's own file. On a full disk it says so once; training does not end for want of a log."""
+
+    has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        if not self.has_failed:
+            self.has_failed = True
+            print(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class _Console(logging.StreamHandler):

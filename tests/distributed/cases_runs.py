@@ -181,3 +181,17 @@ def the_first_step_is_the_same_on_four_layouts(context: CaseContext) -> None:
     for name, step in results.items():
         for metric in ("loss/total", "optimizer/gradient_norm", "reward/score_mean", "policy/entropy"):
             assert math.isclose(step[metric], results["data"][metric], rel_tol=1e-5, abs_tol=1e-6), (name, metric)
+
+
+@case(world_size=2)
+def a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(context: CaseContext) -> None:
+    _run(context, "lost", "run.steps=2")
+    dist.barrier()
+    if context.rank == 0:
+        for manifest in (context.folder / "lost" / "checkpoints").glob("version-*/manifest.json"):
+            manifest.unlink()
+    dist.barrier()
+    code, folder = _run(context, "lost", "run.steps=3")
+    assert code == 1
+    assert len(_steps(folder)) == 2, "the history of the lost run stays"
+    assert "steps: 2" in (folder / "config.yaml").read_text(), "a refused start leaves the run's configuration alone"
