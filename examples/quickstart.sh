@@ -39,6 +39,7 @@ run_to_its_end() {
     return "$code"
 }
 
+given=("$@")
 seed=0
 smoke=no
 overrides=()
@@ -104,7 +105,7 @@ run_to_its_end env NPROC=2 PYTHON="$python" bash launch_scripts/run_local.sh "$c
 case $code in
     0) ;;
     5)
-        echo "stopped early, everything is saved; to go on: bash examples/quickstart.sh --seed $seed run.name=$name" >&2
+        echo "stopped early, everything is saved; to go on: bash examples/quickstart.sh ${given[*]} run.name=$name" >&2
         exit 5
         ;;
     *)

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 ENDED_EARLY = 5  # the trainer's exit code for: stopped by a signal, everything saved
+FAILED = 3
 REPEAT_SECONDS = 2.0  # a terminal's Ctrl-C may reach us twice, once by the process group and once through the shell
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
@@ -118,6 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     adopt_orphans()
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     # torchrun tells every exit code but 0 in five lines of its own; ours says it in one.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -128,6 +130,9 @@ def main(arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         say(describe(error.failures))
         return exit_code(error.failures)
+    except RendezvousError as error:
+        say(f"the machines did not meet ({error}): check the address, and whether another program holds the port")
+        return FAILED
     finally:
         end_descendants()
     return 0

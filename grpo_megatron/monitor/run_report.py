@@ -67,8 +67,8 @@ def build_run_report(folder: Path, *, disabled_sinks: Mapping[str, str]) -> RunR
         run=folder.name,
         num_steps=len(steps),
         seconds=sum(report.seconds for report in steps),
-        reward_first=_mean(rewards[:NUM_STEPS_OF_ENDS]),
-        reward_last=_mean(rewards[-NUM_STEPS_OF_ENDS:]),
+        reward_first=_mean(rewards[: _steps_of_ends(len(rewards))]),
+        reward_last=_mean(rewards[-_steps_of_ends(len(rewards)) :]),
         accuracy_before=before.get(records.ACCURACY),
         accuracy_after=after.get(records.ACCURACY) if steps else None,
         anywhere_before=before.get(records.ANYWHERE),
@@ -88,7 +88,7 @@ def report_text(report: RunReport) -> str:
     """Return the report as a few readable lines."""
     per_step = report.seconds / report.num_steps if report.num_steps else 0.0
     lines = [f"run {report.run}: {report.num_steps} steps in {duration_text(report.seconds)}, {per_step:.1f} s a step"]
-    lines += _change("reward", report.reward_first, report.reward_last, f"means of {NUM_STEPS_OF_ENDS} steps")
+    lines += _change("reward", report.reward_first, report.reward_last, _window_text(report.num_steps))
     problems = "held out" if report.num_problems is None else f"{report.num_problems} held-out problems"
     lines += _change("accuracy", report.accuracy_before, report.accuracy_after, problems)
     lines += _change("anywhere in the text", report.anywhere_before, report.anywhere_after, problems)
@@ -121,6 +121,16 @@ def write_run_report(folder: Path, report: RunReport) -> list[Path]:
         os.replace(temporary, folder / name)
         files.append(folder / name)
     return files
+
+
+def _steps_of_ends(num_steps: int) -> int:
+    """The two ends of a run do not overlap, unless it has a single step."""
+    return max(1, min(NUM_STEPS_OF_ENDS, num_steps // 2))
+
+
+def _window_text(num_steps: int) -> str:
+    window = _steps_of_ends(num_steps)
+    return "first and last step" if window == 1 else f"means of {window} steps"
 
 
 def _evaluation_values(history: History, step: int) -> Mapping[str, float]:

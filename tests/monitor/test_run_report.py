@@ -46,8 +46,8 @@ def test_the_report_sums_up_the_run(tmp_path: Path):
         run="sums",
         num_steps=4,
         seconds=28.0,
-        reward_first=pytest.approx(0.2),
-        reward_last=pytest.approx(0.3),
+        reward_first=pytest.approx(0.15),
+        reward_last=pytest.approx(0.35),
         accuracy_before=0.25,
         accuracy_after=0.75,
         anywhere_before=0.5,
@@ -63,7 +63,7 @@ def test_the_report_sums_up_the_run(tmp_path: Path):
     assert report_text(report) == "\n".join(
         [
             "run sums: 4 steps in 0:28, 7.0 s a step",
-            "reward: 0.200 -> 0.300 (+0.100; means of 3 steps)",
+            "reward: 0.150 -> 0.350 (+0.200; means of 2 steps)",
             "accuracy: 0.250 -> 0.750 (+0.500; 240 held-out problems)",
             "anywhere in the text: 0.500 -> 0.500 (+0.000; 240 held-out problems)",
             "rollout: 60 tokens/s",
