@@ -13,8 +13,10 @@ Takes torchrun's command line as it is and runs torchrun's own agent. Three thin
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -24,6 +26,9 @@ import psutil
 
 ENDED_EARLY = 5  # the trainer's exit code for: stopped by a signal, everything saved
 FAILED = 3
+MEETING_SLACK_SECONDS = 15.0
+DEFAULT_MEETING_SECONDS = 600.0  # torchrun's own
+WRONG_ADDRESS = "check the address, and whether another program holds the port"
 REPEAT_SECONDS = 2.0  # a terminal's Ctrl-C may reach us twice, once by the process group and once through the shell
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
@@ -97,6 +102,26 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def watch_meeting(seconds: float) -> None:
+    """End with one line if no rank is started in time: at a strange port torchrun would wait for ever."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + seconds
+        while not psutil.Process().children():
+            if time.monotonic() > deadline:
+                say(f"the machines did not meet within {seconds:.0f} s: {WRONG_ADDRESS}")
+                os._exit(FAILED)
+            time.sleep(0.2)
+
+    threading.Thread(target=watch, daemon=True, name="watch meeting").start()
+
+
+def meeting_seconds(rendezvous_configuration: str) -> float:
+    """How long torchrun waits for the other machines, with time to spare."""
+    found = re.search(r"join_timeout=(\d+)", rendezvous_configuration)
+    return MEETING_SLACK_SECONDS + (float(found[1]) if found else DEFAULT_MEETING_SECONDS)
+
+
 def end_descendants(grace_seconds: float = 5.0) -> None:
     """SIGTERM, then SIGKILL, to whatever the ranks left behind."""
     left = psutil.Process().children(recursive=True)
@@ -125,13 +150,14 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     # SIGQUIT stays with torchrun; its list cannot be empty.
     options = torchrun.parse_args(["--signals-to-handle", "SIGQUIT", *arguments])
+    watch_meeting(meeting_seconds(options.rdzv_conf))
     try:
         torchrun.run(options)
     except ChildFailedError as error:
         say(describe(error.failures))
         return exit_code(error.failures)
     except RendezvousError as error:
-        say(f"the machines did not meet ({error}): check the address, and whether another program holds the port")
+        say(f"the machines did not meet ({error}): {WRONG_ADDRESS}")
         return FAILED
     finally:
         end_descendants()
