@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,8 +166,10 @@ class Recovery:
         self._memory.require("checkpoint", CHECKPOINT_NEEDS)
         num_bytes = sum(gather_objects(self._model.num_bytes(), self._groups.world))
         show = partial(self._open_progress, f"saving version {version}")
+        watched = watch_saving(self._folder, num_bytes=num_bytes, open_progress=show)
         try:
-            with watch_saving(self._folder, num_bytes=num_bytes, open_progress=show):
+            # One rank looks at the files; on a shared file system every look of the others would be a waste.
+            with watched if self._groups.rank == 0 else nullcontext():
                 report = self._checkpointer.save(version, self._model, self._state, self._describe(version))
         except CheckpointError as error:
             if self._section.on_failure == "stop":

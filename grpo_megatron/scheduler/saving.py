@@ -17,7 +17,7 @@ def watch_saving(folder: Path, *, num_bytes: int, open_progress: Callable[[int],
 
     Args:
         num_bytes: what is expected, about.
-        open_progress: makes the display for this many megabytes; a silent one on all ranks but the first.
+        open_progress: makes the display for this many megabytes.
     """
     done = threading.Event()
     with open_progress(max(1, num_bytes // MEGABYTE)) as progress:

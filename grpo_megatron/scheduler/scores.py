@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from grpo_megatron.batch import Prompt, RewardResult, Rollout, ScoredRollout
 from grpo_megatron.parallel.collectives import agree, gather_objects
 from grpo_megatron.parallel.groups import Groups
-from grpo_megatron.rewards.pool import RewardFailure, RewardPool, RewardPoolStats
-
-RolloutKey = tuple[str, int]
+from grpo_megatron.rewards.pool import RewardFailure, RewardPool, RewardPoolStats, RolloutKey
 
 
 @dataclass(frozen=True)

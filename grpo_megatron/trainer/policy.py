@@ -15,6 +15,7 @@ from grpo_megatron.models.forward import hidden_states
 from grpo_megatron.platform.device import Platform
 from grpo_megatron.trainer.loss import DeviceBatch, grpo_loss, to_device
 from grpo_megatron.trainer.optimizer import OptimizedPolicy, step_if_finite, wrap_policy
+from grpo_megatron.weights.naming import unwrap
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,16 @@ class PolicyTrainer:
 
         def forward(model: torch.nn.Module, batch: DeviceBatch) -> torch.Tensor:
             on_micro_batch()
-            return hidden_states(_unwrapped(model), batch.inputs)
+            return hidden_states(unwrap(model), batch.inputs)
 
         sums = run_micro_batches(
             self.wrapped,
             [to_device(each, self._platform.device) for each in mini_batch.micro_batches],
             forward=forward,
-            finish=lambda model, hidden, batch: finish(_unwrapped(model), hidden, batch),
+            finish=lambda model, hidden, batch: finish(unwrap(model), hidden, batch),
             mode="training",
         )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         stepped, gradient_norm = step_if_finite(self.optimizer)
         return UpdateStats(tuple(sums), gradient_norm, learning_rate, stepped)
-
-
-def _unwrapped(model: torch.nn.Module) -> GPTModel:
-    return model.module if hasattr(model, "module") else model  # type: ignore[return-value]
