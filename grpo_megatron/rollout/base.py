@@ -34,6 +34,35 @@ class RolloutRequest:
     num_rollouts: int
     sampling: SamplingSettings
     seed: int
+    indices: tuple[int, ...] = ()
+    """Which members of the group are wanted, if not all: what an engine that died left open."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.indices or tuple(range(self.num_rollouts))
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Which of the run's engines this rank belongs to.
+
+    Example: four ranks, engines of two: ranks 2 and 3 belong to engine 1 and rank 2 leads it.
+        >>> EnginePlace(index=1, num_engines=2, is_leader=True).index
+        1
+    """
+
+    index: int
+    num_engines: int
+    is_leader: bool
+    """This rank hands out the engine's tickets and gets its rollouts."""
+
+
+class EngineRestarted(RuntimeError):
+    """The engine was lost while it generated, and runs again without weights: publish, then ask for `unfinished`."""
+
+    def __init__(self, reason: str, unfinished: "Sequence[RolloutRequest]") -> None:
+        super().__init__(reason)
+        self.unfinished = tuple(unfinished)
 
 
 @dataclass(frozen=True)
@@ -80,12 +109,20 @@ class RolloutEngine(Protocol):
     """One engine per rollout model-parallel group. Every rank of the group calls every method."""
 
     capabilities: EngineCapabilities
+    place: EnginePlace
+
+    @property
+    def needs_weights(self) -> bool:
+        """The engine runs and has no version of the policy yet, at its start and after a restart."""
 
     def generate(self, requests: RequestSource) -> AsyncIterator[Rollout]:
         """Stream finished rollouts, in the order in which they end. Collective over the model-parallel group.
 
         With the embedded engine every rank of the group iterates; the leader admits, all step, and every
-        rank yields the same rollouts.
+        rank yields the same rollouts. An engine in a process of its own yields on its leader only.
+
+        Raises:
+            EngineRestarted: on the leader; the engine was lost and is there again, without weights.
         """
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -1,0 +1,108 @@
+"""Builds this rank's part of an SGLang engine: the server on the leader of its group, nothing on the others."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_megatron.config.schema import Config
+from grpo_megatron.platform.device import Platform
+from grpo_megatron.rollout.base import EnginePlace
+from grpo_megatron.rollout.sglang.arguments import server_arguments
+from grpo_megatron.rollout.sglang.engine import EngineLimits, SglangEngine
+from grpo_megatron.rollout.sglang.life import EngineLife
+from grpo_megatron.rollout.sglang.process import EngineProcess, EngineSettings
+
+RESERVED_CACHE_TOKENS = 64
+"""Beside those of the answers: the probe's, and what rounding to pages takes."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Ranks that share one engine: neighbours on one machine, as many as its tensor-parallel size.
+
+    Example: rank 5 of 8 ranks on machines of four, engines of two.
+        >>> EngineGroup(rank=5, local_rank=1, local_world_size=4, world_size=8, tensor=2).place
+        EnginePlace(index=2, num_engines=4, is_leader=False)
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    world_size: int
+    tensor: int
+
+    @property
+    def place(self) -> EnginePlace:
+        return EnginePlace(self.rank // self.tensor, self.world_size // self.tensor, self.rank % self.tensor == 0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        first = self.rank - self.rank % self.tensor
+        return tuple(range(first, first + self.tensor))
+
+    @property
+    def num_engines_here(self) -> int:
+        return max(1, self.local_world_size // self.tensor)
+
+
+def build_sglang_engine(
+    config: Config,
+    group: EngineGroup,
+    platform: Platform,
+    *,
+    decode: Callable[[Sequence[int]], str],
+    vocab_size: int,
+    max_sequence_tokens: int,
+    logs: Path,
+    say: Callable[[str], None],
+) -> SglangEngine:
+    """Start the server and wait until it generates. To be called in the main thread.
+
+    Args:
+        max_sequence_tokens: longest prompt and answer together.
+        logs: folder of `engine-N.log`.
+
+    Raises:
+        EngineFailure: it did not start; with the end of its log.
+    """
+    rollout, place = config.modules.rollout, group.place
+    limits = EngineLimits(
+        max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+        max_sequence_tokens=max_sequence_tokens,
+        vocab_size=vocab_size,
+        stall_seconds=rollout.engine_stall_seconds,
+    )
+    if not place.is_leader:
+        return SglangEngine(None, place, limits, decode=decode)
+    on_cpu = platform.kind == "cpu"
+
+    def start(num_starts: int) -> EngineProcess:
+        arguments = server_arguments(
+            config,
+            model_path=config.model.policy or "",
+            on_cpu=on_cpu,
+            tensor=group.tensor,
+            first_device=group.local_rank,
+            # A restarted server must not repeat the draws of the one before.
+            seed=config.run.seed + place.index + num_starts * place.num_engines,
+            cache_tokens=rollout.max_concurrent_rollouts * max_sequence_tokens + RESERVED_CACHE_TOKENS,
+        )
+        settings = EngineSettings(
+            arguments,
+            logs / f"engine-{place.index}.log",
+            on_cpu=on_cpu,
+            threads=rollout.engine_threads or _threads(group),
+            deadline_seconds=config.run.start_deadline_seconds,
+            **({} if rollout.python is None else {"python": Path(rollout.python)}),
+        )
+        return EngineProcess(settings)
+
+    life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say)
+    life.wait_until_ready()
+    return SglangEngine(life, place, limits, decode=decode)
+
+
+def _threads(group: EngineGroup) -> int:
+    """The cores of this machine, shared by all tensor-parallel ranks of its engines: trainers wait meanwhile."""
+    return max(1, len(os.sched_getaffinity(0)) // (group.num_engines_here * group.tensor))

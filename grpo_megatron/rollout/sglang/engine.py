@@ -1,0 +1,279 @@
+"""SGLang as a rollout engine: tickets in, rollouts out, through a server that may die at any moment."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from grpo_megatron.batch import Rollout
+from grpo_megatron.rollout.base import (
+    EngineCapabilities,
+    EngineHealth,
+    EnginePart,
+    EnginePlace,
+    EngineRestarted,
+    EngineStats,
+    RequestSource,
+    RolloutRequest,
+)
+from grpo_megatron.rollout.client import Answer, GenerationClient, ServerFault, answer_seed
+from grpo_megatron.rollout.sglang.control import EngineFailure
+from grpo_megatron.rollout.sglang.life import NO_VERSION, EngineLife
+
+MAX_ATTEMPTS = 3
+"""How often a live server may spoil or forget one answer before it counts as lost."""
+_POLL_SECONDS = 0.05
+_PROBE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    max_concurrent_rollouts: int
+    max_sequence_tokens: int
+    """Longest prompt and answer together."""
+    vocab_size: int
+    stall_seconds: float
+    """After this silence a server is probed, and an answer that is silent beside a server that talks is asked anew."""
+
+
+@dataclass
+class _Work:
+    """One answer that is wanted."""
+
+    request: RolloutRequest
+    index: int
+    attempt: int = 0
+    name: str = ""
+    heard_at: float = field(default_factory=time.monotonic)
+
+    def heard(self) -> None:
+        self.heard_at = time.monotonic()
+
+
+class _Lost(Exception):  # noqa: N818 an event, not an error
+    """The server cannot be used any more; the text says why."""
+
+
+class SglangEngine:
+    """A `RolloutEngine`; every rank of its group has one, and only the leader's talks to the server.
+
+    Args:
+        life: the server, on the leader; None elsewhere.
+        decode: token ids to text without special tokens.
+    """
+
+    capabilities = EngineCapabilities(shares_training_modules=False)
+
+    def __init__(
+        self,
+        life: EngineLife | None,
+        place: EnginePlace,
+        limits: EngineLimits,
+        *,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        assert (life is not None) == place.is_leader
+        self.life = life
+        self.place = place
+        self._limits = limits
+        self._decode = decode
+        self._stats = EngineStats(0, 0, 0.0, 0)
+        self._client: GenerationClient | None = None
+        self._running: dict[asyncio.Task[Answer], _Work] = {}
+        self._number = 0
+
+    @property
+    def needs_weights(self) -> bool:
+        return self.life is not None and self.life.version == NO_VERSION
+
+    async def generate(self, requests: RequestSource) -> AsyncIterator[Rollout]:
+        """See `RolloutEngine.generate`."""
+        life = self.life
+        if life is None:
+            return
+        assert not life.asleep, f"generate while {', '.join(sorted(life.asleep))} of the engine sleep"
+        assert life.version != NO_VERSION, "generate before a version was published"
+        waiting: deque[_Work] = deque()
+        begin = time.monotonic()
+        reason = None
+        limits, process = self._limits, life.process
+        async with GenerationClient(
+            process.address, process.token, max_open=limits.max_concurrent_rollouts, vocab_size=limits.vocab_size
+        ) as client:
+            self._client = client
+            try:
+                async for rollout in self._work_off(client, requests, waiting):
+                    yield rollout
+            except _Lost as lost:
+                reason = str(lost)
+            finally:
+                unfinished = [*self._running.values(), *waiting]
+                await self._drop_all(client, is_lost=reason is not None)
+                self._count(num_steps=client.num_pieces, busy_seconds=time.monotonic() - begin)
+                self._client = None
+        if reason is not None:
+            await life.restart(reason)
+            raise EngineRestarted(reason, _as_requests(unfinished))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Running answers of these requests end with what they have."""
+        ids = set(request_ids)
+        names = [work.name for work in self._running.values() if work.request.id in ids]
+        if self._client is not None:
+            await asyncio.gather(*(self._client.abort(name) for name in names))
+
+    def sleep(self, parts: Sequence[EnginePart]) -> None:
+        if self.life is not None:
+            self.life.sleep(parts)
+
+    def wake(self, parts: Sequence[EnginePart]) -> None:
+        if self.life is not None:
+            self.life.wake(parts)
+
+    def set_version(self, policy_version: int) -> None:
+        if self.life is not None:
+            self.life.set_version(policy_version)
+
+    def health(self) -> EngineHealth:
+        """Whether the server answers, and the version that it says it serves."""
+        if self.life is None:
+            return EngineHealth(True, NO_VERSION, "another rank leads this engine")
+        try:
+            return EngineHealth(True, self.life.read_version())
+        except EngineFailure as failure:
+            return EngineHealth(False, NO_VERSION, str(failure))
+
+    def stats(self) -> EngineStats:
+        counted, self._stats = self._stats, EngineStats(0, 0, 0.0, 0)
+        return counted
+
+    def close(self) -> None:
+        if self.life is not None:
+            self.life.close()
+
+    async def _work_off(
+        self, client: GenerationClient, requests: RequestSource, waiting: deque[_Work]
+    ) -> AsyncIterator[Rollout]:
+        """Take, send, yield, until there are no more tickets. Raises _Lost."""
+        is_over = False
+        while True:
+            room = self._limits.max_concurrent_rollouts - len(self._running) - len(waiting)
+            while not is_over and room > 0:
+                taken = requests.take(room)
+                is_over = taken is None
+                for request in taken or ():
+                    self._refuse_too_long(request)
+                    waiting.extend(_Work(request, index) for index in request.members)
+                if not taken:
+                    break
+                room = self._limits.max_concurrent_rollouts - len(self._running) - len(waiting)
+            while waiting and len(self._running) < self._limits.max_concurrent_rollouts:
+                self._send(client, waiting.popleft())
+            if not self._running:
+                if is_over:
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
+                continue
+            tick = min(1.0, self._limits.stall_seconds / 4)
+            done, _ = await asyncio.wait(self._running, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                work = self._running.pop(task)
+                try:
+                    yield self._rollout(work, task.result())
+                except ServerFault as fault:
+                    waiting.append(work)
+                    await self._judge_fault(client, work, fault)
+            await self._watch(client, waiting)
+
+    def _send(self, client: GenerationClient, work: _Work) -> None:
+        self._number += 1
+        request = work.request
+        # A number of its own for every sending: an answer to an earlier one can never be taken for this one's.
+        work.name = f"{request.id}/{work.index}/{self._number}"
+        work.heard()
+        seed = answer_seed(request.seed, request.prompt.id, work.index)
+        task = asyncio.create_task(
+            client.generate(work.name, request.prompt.token_ids, request.sampling, seed=seed, heard=work.heard)
+        )
+        self._running[task] = work
+
+    async def _judge_fault(self, client: GenerationClient, work: _Work, fault: ServerFault) -> None:
+        """One answer was spoiled: is it the server, or only this answer?"""
+        work.attempt += 1
+        assert self.life is not None
+        if not self.life.process.is_running:
+            raise _Lost(f"its process ended; {fault}")
+        if work.attempt >= MAX_ATTEMPTS:
+            raise _Lost(f"it spoiled an answer {work.attempt} times; the last time: {fault}")
+        if not await client.is_healthy(deadline_seconds=max(_PROBE_SECONDS, self._limits.stall_seconds)):
+            raise _Lost(f"it does not generate; {fault}")
+
+    async def _watch(self, client: GenerationClient, waiting: deque[_Work]) -> None:
+        """Find a server that hangs, and an answer that a live server has forgotten."""
+        limit = self._limits.stall_seconds
+        now = time.monotonic()
+        silent = [(task, work) for task, work in self._running.items() if now - work.heard_at > limit]
+        if not silent:
+            return
+        if now - client.heard_at > limit and not await client.is_healthy(deadline_seconds=limit):
+            raise _Lost(f"no token for {now - client.heard_at:.0f} s and no answer to a probe within {limit:g} s")
+        for task, work in silent:
+            del self._running[task]
+            await self._stop(client, task, work)
+            waiting.append(work)
+            fault = ServerFault(f"{work.name}: no token for {limit:g} s while the server answers others")
+            await self._judge_fault(client, work, fault)
+
+    async def _stop(self, client: GenerationClient, task: "asyncio.Task[Answer]", work: _Work) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.abort(work.name)
+
+    async def _drop_all(self, client: GenerationClient, *, is_lost: bool) -> None:
+        """End what still runs; a server that goes on must not go on with answers that nobody wants."""
+        running, self._running = self._running, {}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if not is_lost:
+            await asyncio.gather(*(client.abort(work.name) for work in running.values()))
+
+    def _rollout(self, work: _Work, answer: Answer) -> Rollout:
+        assert self.life is not None
+        unknown = [span.version for span in answer.versions if not 0 <= span.version <= self.life.version]
+        if unknown:
+            raise ServerFault(f"{work.name}: sampled by version {unknown[0]}, and {self.life.version} was published")
+        self._count(num_prompt_tokens=len(work.request.prompt.token_ids), num_new_tokens=len(answer.token_ids))
+        return Rollout(
+            work.request.prompt.id,
+            work.index,
+            answer.token_ids,
+            answer.logprobs,
+            answer.finish_reason,
+            answer.versions,
+            self._decode(answer.token_ids),
+        )
+
+    def _refuse_too_long(self, request: RolloutRequest) -> None:
+        needed = len(request.prompt.token_ids) + request.sampling.max_new_tokens
+        if needed > self._limits.max_sequence_tokens:
+            raise ValueError(
+                f"prompt {request.prompt.id}: {len(request.prompt.token_ids)} tokens and "
+                f"modules.rollout.max_new_tokens {request.sampling.max_new_tokens} are more than the "
+                f"{self._limits.max_sequence_tokens} that the engine was built for"
+            )
+
+    def _count(self, **counted: float) -> None:
+        self._stats = replace(
+            self._stats, **{name: getattr(self._stats, name) + value for name, value in counted.items()}
+        )
+
+
+def _as_requests(works: Sequence[_Work]) -> list[RolloutRequest]:
+    """One request per prompt, for the members that are still wanted."""
+    indices: dict[str, list[int]] = {}
+    requests = {work.request.id: work.request for work in works}
+    for work in works:
+        indices.setdefault(work.request.id, []).append(work.index)
+    return [replace(requests[name], indices=tuple(sorted(members))) for name, members in indices.items()]

@@ -1,0 +1,106 @@
+"""The life of one SGLang server: started, restarted within a budget, put to sleep and woken, and what it serves."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from grpo_megatron.rollout.base import EnginePart
+from grpo_megatron.rollout.sglang.control import Control, EngineFailure
+from grpo_megatron.rollout.sglang.process import EngineProcess
+
+NO_VERSION = -1
+
+
+class EngineLife:
+    """On the leader of the engine's group.
+
+    Args:
+        start: makes the server's process; the number of earlier starts is its argument.
+        say: told of every loss and restart.
+    """
+
+    def __init__(self, start: Callable[[int], EngineProcess], *, max_restarts: int, say: Callable[[str], None]) -> None:
+        self._start = start
+        self._max_restarts = max_restarts
+        self._say = say
+        self._asleep: set[EnginePart] = set()
+        self.num_starts = 0
+        self.version = NO_VERSION
+        """What the server serves; NO_VERSION while it has no whole version."""
+        self.process = self._begin()
+
+    @property
+    def control(self) -> Control:
+        """Of the process that runs now: ask again after a restart."""
+        return self.process.control
+
+    @property
+    def asleep(self) -> frozenset[EnginePart]:
+        return frozenset(self._asleep)
+
+    def wait_until_ready(self) -> None:
+        """Raises EngineFailure, after the process was ended."""
+        try:
+            self.process.wait_until_ready(lambda seconds: self._say(f"SGLang is starting ({seconds:.0f} s)"))
+        except EngineFailure:
+            self.process.kill()
+            raise
+
+    async def restart(self, reason: str) -> None:
+        """Kill what is left and start anew; the new server has no version until the next publish.
+
+        Raises:
+            EngineFailure: the budget of restarts is used up, or the server does not start.
+        """
+        self._replace(reason)
+        await asyncio.to_thread(self.wait_until_ready)
+
+    def revive(self, *, answer_seconds: float = 30.0) -> None:
+        """Restart the server if it is gone or does not answer; awake afterwards. Raises EngineFailure."""
+        try:
+            self.control.get("/model_info", deadline_seconds=answer_seconds)
+        except EngineFailure as failure:
+            self._replace(str(failure))
+            self.wait_until_ready()
+
+    def set_version(self, version: int) -> None:
+        self.control.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.version = version
+
+    def read_version(self) -> int:
+        """As the server says it. Raises EngineFailure."""
+        return int(self.control.get("/model_info")["weight_version"])
+
+    def sleep(self, parts: Sequence[EnginePart]) -> None:
+        """Raises EngineFailure. What slept is lost: weights until the next publish, the cache for good."""
+        falling = sorted(set(parts) - self._asleep)
+        if falling:
+            self.control.post("/release_memory_occupation", {"tags": falling})
+            self._asleep |= set(falling)
+
+    def wake(self, parts: Sequence[EnginePart]) -> None:
+        """Raises EngineFailure."""
+        rising = sorted(set(parts) & self._asleep)
+        if rising:
+            self.control.post("/resume_memory_occupation", {"tags": rising})
+            self._asleep -= set(rising)
+
+    def close(self) -> None:
+        self.process.close()
+
+    def _replace(self, reason: str) -> None:
+        tail = self.process.log_tail()
+        self.process.kill()
+        if self.num_starts > self._max_restarts:
+            raise EngineFailure(
+                f"the engine was lost ({reason}) and has been restarted {self._max_restarts} times already "
+                f"(modules.rollout.max_engine_restarts)\n{tail}"
+            )
+        self._say(f"the engine was lost ({reason}): restart {self.num_starts} of {self._max_restarts}\n{tail}")
+        self.process = self._begin()
+
+    def _begin(self) -> EngineProcess:
+        process = self._start(self.num_starts)
+        self.num_starts += 1
+        self.version = NO_VERSION
+        self._asleep.clear()
+        return process
