@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     try:
         loaded = load_config(Path(arguments[0]), arguments[1:])
-        check = check_start(loaded, world_size=launch.world_size)
+        check = check_start(loaded, world_size=launch.world_size, ranks_per_machine=launch.local_world_size)
         if check.problems:
             raise ConfigError(check.problems)
     except ConfigError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from grpo_megatron.config.options import value_at
 from grpo_megatron.config.problems import COMMAND_LINE, Origin, Problem, in_reading_order
 from grpo_megatron.config.schema import Config
+from grpo_megatron.config.sglang_package import find_sglang
 
 Origins = Mapping[str, Origin]
 
@@ -82,11 +83,14 @@ NOT_YET = (
 )
 
 
-def find_refusals(config: Config, *, world_size: int | None, origins: Origins | None = None) -> list[Problem]:
+def find_refusals(
+    config: Config, *, world_size: int | None, ranks_per_machine: int | None = None, origins: Origins | None = None
+) -> list[Problem]:
     """Everything that keeps this configuration from running, each with the line to add or change.
 
     Args:
         world_size: number of ranks, or None when it is not known yet.
+        ranks_per_machine: None: all of them are on one.
         origins: those of `LoadedConfig`, so that a refusal names file and line.
     """
     origins = origins or {}
@@ -96,9 +100,8 @@ def find_refusals(config: Config, *, world_size: int | None, origins: Origins | 
     problems += _check_prompts(config, origins)
     problems += _check_deterministic(config, origins, {problem.key for problem in problems})
     problems += _check_world_size(config, world_size, origins)
-    python = config.modules.rollout.python
-    if python is not None and not Path(python).is_file():
-        problems.append(_problem("modules.rollout.python", f"{python} is not there", "name an interpreter", origins))
+    problems += _check_engine_ranks(config, world_size, ranks_per_machine, origins)
+    problems += _check_interpreter(config, origins)
     return in_reading_order(problems)
 
 
@@ -183,6 +186,38 @@ def _check_world_size(config: Config, world_size: int | None, origins: Origins) 
         key = next(f"parallel.{name}" for name, size in sizes.items() if size > 1)
         fix = f"start {replica * -(-world_size // replica)} ranks (torchrun --nproc-per-node), or lower a size"
         yield _problem(key, message, fix, origins)
+
+
+def _check_engine_ranks(
+    config: Config, world_size: int | None, ranks_per_machine: int | None, origins: Origins
+) -> Iterator[Problem]:
+    """An engine in processes of its own takes the devices of `tensor` neighbouring ranks of one machine."""
+    rollout, key = config.modules.rollout, "modules.rollout.tensor"
+    size = rollout.tensor or config.parallel.tensor
+    ranks = ranks_per_machine or world_size
+    if rollout.engine == "megatron" or ranks is None or ranks % size == 0:
+        return
+    if rollout.tensor is None and world_size is not None and world_size % size:
+        return  # the same is said of parallel.tensor
+    fitting = [str(divisor) for divisor in range(1, ranks + 1) if ranks % divisor == 0]
+    message = f"engines of {size} ranks cannot share the {ranks} rank{'s' if ranks > 1 else ''} of a machine"
+    advice = f"possible here: {', '.join(fitting)}\n" + _how_to_set(key, fitting[-1], origins)
+    yield _problem(key, message, advice, origins)
+
+
+def _check_interpreter(config: Config, origins: Origins) -> Iterator[Problem]:
+    """Is the engine's library there, in the interpreter that is to run it?"""
+    rollout = config.modules.rollout
+    if rollout.python is not None and not Path(rollout.python).is_file():
+        yield _problem("modules.rollout.python", f"{rollout.python} is not there", "name an interpreter", origins)
+    elif rollout.engine == "sglang":
+        package = find_sglang(rollout.python)
+        if package.folder is None:
+            key, fix = "modules.rollout.python", package.fix
+            if rollout.python is None:
+                key = "modules.rollout.engine"
+                fix += "\nor take the engine that needs no installation:\n" + _how_to_set(key, "megatron", origins)
+            yield _problem(key, f"the engine sglang cannot start: {package.message}", fix, origins)
 
 
 def _problem(key: str, message: str, fix: str, origins: Origins, *, index: int | None = None) -> Problem:

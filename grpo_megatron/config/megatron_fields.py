@@ -5,12 +5,13 @@ The fields are read from the source of the installed package, so that no torch i
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from grpo_megatron.config.field_types import allowed_types, fields_in, fits
 from grpo_megatron.config.problems import shown
 
 _SOURCES = ("core/model_parallel_config.py", "core/transformer/transformer_config.py")
@@ -98,7 +99,8 @@ def read_megatron_fields() -> Mapping[str, ast.expr] | None:
     for folder in map(Path, folders):
         sources = [folder / source for source in _SOURCES]
         if all(source.is_file() for source in sources):
-            return {name: annotation for source in sources for name, annotation in _fields_in(source)}
+            declared = [field for source in sources for _, field in fields_in(source, _CLASSES)]
+            return {ast.unparse(field.target): field.annotation for field in declared}
     return None
 
 
@@ -120,53 +122,7 @@ def _check_field(name: str, value: Any, fields: Mapping[str, ast.expr]) -> tuple
         close = get_close_matches(name, [*fields, *OWNED_FIELDS], n=1)
         fix = f"did you mean {close[0]}?" if close else ""
         return "megatron-core's TransformerConfig has no such field", fix
-    allowed = list(_allowed(fields[name]))
-    if not any(_fits(value, kind) for kind in allowed):
+    allowed = list(allowed_types(fields[name]))
+    if not any(fits(value, kind) for kind in allowed):
         return f"expected {' or '.join(allowed)}, got {shown(value)}", ""
     return None
-
-
-def _allowed(annotation: ast.expr) -> Iterator[str]:
-    """The written types of an annotation, unions and literals taken apart."""
-    if isinstance(annotation, ast.Subscript):
-        outer = ast.unparse(annotation.value).rpartition(".")[2]
-        inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        if outer in ("Optional", "Union"):
-            for part in inner:
-                yield from _allowed(part)
-            if outer == "Optional":
-                yield "null"
-        elif outer == "Literal":
-            yield from (repr(ast.literal_eval(part)) for part in inner)
-        else:
-            yield "list" if outer in ("List", "list", "Tuple", "tuple") else ast.unparse(annotation)
-    elif isinstance(annotation, ast.BinOp):
-        yield from _allowed(annotation.left)
-        yield from _allowed(annotation.right)
-    else:
-        yield "null" if ast.unparse(annotation) == "None" else ast.unparse(annotation)
-
-
-def _fits(value: Any, kind: str) -> bool:
-    match kind:
-        case "null":
-            return value is None
-        case "bool":
-            return isinstance(value, bool)
-        case "int":
-            return isinstance(value, int) and not isinstance(value, bool)
-        case "float":
-            return isinstance(value, (int, float)) and not isinstance(value, bool)
-        case "str":
-            return isinstance(value, str)
-        case "list":
-            return isinstance(value, list)
-    return repr(value) == kind  # a literal; a function, dtype or object cannot be written in YAML and never fits
-
-
-def _fields_in(source: Path) -> Iterator[tuple[str, ast.expr]]:
-    for statement in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.ClassDef) and statement.name in _CLASSES:
-            for member in statement.body:
-                if isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
-                    yield member.target.id, member.annotation

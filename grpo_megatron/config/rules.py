@@ -12,6 +12,7 @@ from grpo_megatron.config.megatron_fields import check_megatron_section
 from grpo_megatron.config.options import find_options, nearest, value_at
 from grpo_megatron.config.problems import Origin, Problem, shown
 from grpo_megatron.config.schema import REWARD_NAMES, Config
+from grpo_megatron.config.sglang_fields import check_sglang_section
 
 _STEP_ORDER = ("rollout", "score", "update", "publish")
 _PHASE_NEEDS = {"score": "the rollouts", "update": "the scores", "publish": "the updated weights"}
@@ -106,12 +107,28 @@ RULES = (
         "would be ignored, because data.apply_chat_template is false",
         "remove the line, or set apply_chat_template: true",
     ),
+    *(
+        Rule(
+            f"modules.rollout.{name}",
+            ("modules.rollout.engine",),
+            lambda config, key=f"modules.rollout.{name}": (  # type: ignore[misc]
+                _changed(config, key) and config.modules.rollout.engine == "megatron"
+            ),
+            "would be ignored, because the megatron engine runs in the trainer's own process",
+            "remove the line",
+        )
+        for name in ("python", "engine_threads", "engine_stall_seconds", "max_engine_restarts", "publish_bucket_bytes")
+    ),
     Rule(
-        "modules.rollout.python",
-        ("modules.rollout.engine",),
-        lambda config: config.modules.rollout.python is not None and config.modules.rollout.engine == "megatron",
-        "would be ignored, because the megatron engine runs in the trainer's own process",
-        "remove the line",
+        "modules.rollout.engine_stall_seconds",
+        ("run.phase_deadline_seconds",),
+        lambda config: (
+            config.modules.rollout.engine != "megatron"
+            and config.modules.rollout.engine_stall_seconds >= config.run.phase_deadline_seconds
+        ),
+        "{rollout.engine_stall_seconds} s are not below run.phase_deadline_seconds ({run.phase_deadline_seconds} s), "
+        "so an engine that hangs would end the run",
+        "lower it, or give the phase more time",
     ),
     Rule(
         "modules.rollout.tensor",
@@ -287,6 +304,10 @@ def _found_in_lists(config: Config) -> Iterator[tuple[str, str, str]]:
     yield from _check_reward(config.modules.rewards.default)
     for name, message, fix in check_megatron_section(config.megatron):
         yield f"megatron.{name}" if name else "megatron", message, fix
+    rollout = config.modules.rollout
+    if rollout.engine == "sglang":
+        for name, message, fix in check_sglang_section(config.sglang, rollout.python):
+            yield f"sglang.{name}", message, fix
 
 
 def _check_order(order: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:

@@ -101,7 +101,19 @@ class RolloutSection:
     python: str | None = None
     """Interpreter for an engine in a process of its own; default: the trainer's."""
     tensor: PositiveInt | None = None
-    """Tensor-parallel size of the engine; default: `parallel.tensor`. The embedded engine has the trainer's."""
+    """Tensor-parallel size of the engine; default: `parallel.tensor`. The embedded engine has the trainer's; any other
+    may have what divides the ranks of a machine, whatever the trainer's layout is."""
+    engine_threads: PositiveInt | None = None
+    """CPU threads of each tensor-parallel rank of an engine in a process of its own; default: the machine's cores
+    divided by its ranks."""
+    engine_stall_seconds: Seconds = 60.0
+    """An engine in a process of its own that gives no token for so long, and does not answer when it is asked for one,
+    hangs: it is killed and started again."""
+    max_engine_restarts: CountInt = 3
+    """How often one engine is started again in a run after it died or hung; after that the run ends."""
+    publish_bucket_bytes: PositiveInt = 256 * 1024**2
+    """Weights go to an engine in a process of its own in pieces of at most so many bytes; a device holds one of them,
+    and a tensor that is larger is a piece by itself."""
     max_concurrent_rollouts: PositiveInt = 64
     """Answers that one engine works on at the same time."""
     share_prompt_prefix: bool = True

@@ -27,14 +27,16 @@ class StartCheck:
     """Bytes on a rank of each pipeline stage; empty without model or grid, or where they do not fit together."""
 
 
-def check_start(loaded: LoadedConfig, *, world_size: int | None) -> StartCheck:
+def check_start(loaded: LoadedConfig, *, world_size: int | None, ranks_per_machine: int | None = None) -> StartCheck:
     """Check a configuration against this version's features, the model's folder and the ranks.
 
     Args:
         world_size: number of ranks; None: not known yet, one replica is assumed.
+        ranks_per_machine: None: all of them are on one.
     """
     config = loaded.config
-    problems = find_refusals(config, world_size=world_size, origins=loaded.origins)
+    ranks = {"world_size": world_size, "ranks_per_machine": ranks_per_machine}
+    problems = find_refusals(config, **ranks, origins=loaded.origins)
     model = None
     folder = config.model.policy
     if folder is not None and (Path(folder) / "config.json").is_file():
