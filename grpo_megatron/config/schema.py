@@ -81,9 +81,9 @@ class DataSection:
 
 @dataclass(frozen=True)
 class RolloutSection:
-    engine: EngineName = "megatron"
-    """`megatron` generates on the training modules themselves; `sglang` is the default as soon as it is there.
-    `megatron_engine`, `sglang_engine` and `vllm_engine` are accepted and mean the same."""
+    engine: EngineName = "sglang"
+    """`sglang` runs in processes of its own and is given the weights after every update; `megatron` is embedded: it
+    generates on the training modules themselves. `megatron_engine`, `sglang_engine` and `vllm_engine` mean the same."""
     mtp_enabled: bool = False
     """Multi-token-prediction self-speculative decoding."""
     batch_size: PositiveInt = 16

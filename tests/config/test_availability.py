@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config import availability
 from grpo_megatron.config.availability import NOT_YET, find_refusals
 from grpo_megatron.config.loader import load_config
 from grpo_megatron.config.model_fit import find_misfits
 from grpo_megatron.config.problems import Problem
 from grpo_megatron.config.schema import Config
+from grpo_megatron.config.sglang_package import INSTALL, SglangPackage
 from tests.config.test_loader import SEED
 from tests.config.writing import NAME, load_text
 
@@ -26,8 +28,15 @@ def ready(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where SGLang is installed."""
+    monkeypatch.setattr(availability, "find_sglang", lambda python: SglangPackage(Path("sglang")))
+
+
 def refusals(folder: Path, *overrides: str, text: str = "run: {seed: 0}", world_size: int | None = 2) -> list[Problem]:
     filled = [f"model.policy={folder / 'model'}", f"data.prompts={folder / 'prompts.jsonl'}"]
+    filled += ["modules.rollout.engine=megatron"] if "engine" not in text else []
     loaded = load_text(folder, text, *filled, *overrides)
     return find_refusals(loaded.config, world_size=world_size, origins=loaded.origins)
 
@@ -56,16 +65,16 @@ def test_the_seed_file_is_refused_by_name_line_by_line() -> None:
         (None, "model.policy"),
         (None, "data.prompts"),
     ]
-    assert "line 5 becomes  engine: megatron" in found[1].fix
+    assert "line 5 becomes  engine: sglang" in found[1].fix
     assert "line 9 becomes  models: [reference_model]" in found[3].fix
     assert "model:\n    policy: /path/to/hf_folder" in found[5].fix
     assert "data.prompts=[/path/to/prompts.jsonl]" in found[6].fix
 
 
-def test_following_the_advice_makes_the_seed_file_run(ready: Path) -> None:
+def test_following_the_advice_makes_the_seed_file_run(ready: Path, with_sglang: None) -> None:
     advice = [
         "schedule_mode=sync",
-        "modules.rollout.engine=megatron",
+        "modules.rollout.engine=sglang",
         "modules.rollout.mtp_enabled=false",
         "modules.inference.models=[reference_model]",
         "memory_management.offload_trigger_threshold=0",
@@ -76,8 +85,7 @@ def test_following_the_advice_makes_the_seed_file_run(ready: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "key", "named", "advice"),
     [
-        ("modules.rollout.engine=sglang_engine", "modules.rollout.engine", "the engine sglang", "engine=megatron"),
-        ("modules.rollout.engine=vllm", "modules.rollout.engine", "the engine vllm", "engine=megatron"),
+        ("modules.rollout.engine=vllm", "modules.rollout.engine", "the engine vllm", "engine=sglang"),
         ("schedule_mode=async", "schedule_mode", "the schedule async", "schedule_mode=sync"),
         ("modules.rollout.mtp_enabled=true", "modules.rollout.mtp_enabled", "multi-token", "mtp_enabled=false"),
         ("model.drafter=/d", "model.drafter", "a drafter", "model.drafter=null"),
@@ -176,6 +184,65 @@ def test_ranks_that_do_not_divide_are_refused(ready: Path) -> None:
 def test_an_interpreter_that_is_not_there_is_refused(ready: Path) -> None:
     found = refusals(ready, "modules.rollout.engine=vllm", "modules.rollout.python=/no/python")
     assert [problem.key for problem in found] == ["modules.rollout.engine", "modules.rollout.python"]
+
+
+def test_sglang_that_is_not_installed_is_refused_with_how_to_install_it(
+    ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = SglangPackage(None, "SGLang is not installed for this Python", f"run  {INSTALL}")
+    monkeypatch.setattr(availability, "find_sglang", lambda python: nowhere)
+    text = f"model: {{policy: {ready / 'model'}}}\ndata: {{prompts: {ready / 'prompts.jsonl'}}}\n"
+    loaded = load_text(ready, text)  # the default engine
+    (problem,) = find_refusals(loaded.config, world_size=2, origins=loaded.origins)
+    assert (problem.key, problem.line) == ("modules.rollout.engine", None)
+    assert problem.message == "the engine sglang cannot start: SGLang is not installed for this Python"
+    assert problem.fix.startswith(f"run  {INSTALL}\nor take the engine that needs no installation:\nadd to the file")
+    assert problem.fix.endswith("or to the command  modules.rollout.engine=megatron")
+    chosen = only_refusal(ready, text="modules:\n  rollout:\n    engine: sglang\n")
+    assert chosen.line == 3 and "line 3 becomes  engine: megatron" in chosen.fix
+
+
+def test_the_interpreter_without_sglang_is_refused(ready: Path) -> None:
+    python = ready / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    problem = only_refusal(ready, "modules.rollout.engine=sglang", f"modules.rollout.python={python}")
+    assert problem.key == "modules.rollout.python"
+    assert f"cannot start: {python}, asked where its SGLang is, ended with exit code 3" in problem.message
+
+
+def test_deterministic_runs_are_not_for_the_default_engine(ready: Path, with_sglang: None) -> None:
+    problem = only_refusal(ready, text="run:\n  deterministic: true\nmodules: {rollout: {engine: sglang}}\n")
+    assert (problem.line, problem.key) == (2, "run.deterministic")
+    assert problem.message == "needs modules.rollout.engine: megatron, it is sglang"
+
+
+def test_engines_of_their_own_must_divide_the_ranks_of_a_machine(ready: Path, with_sglang: None) -> None:
+    text = "modules:\n  rollout:\n    engine: sglang\n    tensor: 3\n"
+    problem = only_refusal(ready, text=text, world_size=4)
+    assert (problem.line, problem.key) == (4, "modules.rollout.tensor")
+    assert problem.message == "engines of 3 ranks cannot share the 4 ranks of a machine"
+    assert problem.fix.startswith("possible here: 1, 2, 4\nline 4 becomes  tensor: 4")
+    assert refusals(ready, text=text, world_size=6) == []
+    assert refusals(ready, text=text, world_size=None) == []
+    # Whatever the trainer's layout: engines of 1 and 4 beside a trainer of tensor 2 x pipeline 2.
+    for size in (1, 4):
+        layout = ["parallel.tensor=2", "parallel.pipeline=2", f"modules.rollout.tensor={size}"]
+        assert refusals(ready, *layout, text="modules: {rollout: {engine: sglang}}", world_size=4) == []
+
+
+def test_engines_do_not_span_machines(ready: Path, with_sglang: None) -> None:
+    text = "modules: {rollout: {engine: sglang}}"
+    filled = [f"model.policy={ready / 'model'}", f"data.prompts={ready / 'prompts.jsonl'}", "parallel.tensor=4"]
+    loaded = load_text(ready, text, *filled)
+    sizes = {"world_size": 8, "ranks_per_machine": 2}
+    (problem,) = find_refusals(loaded.config, **sizes, origins=loaded.origins)
+    assert problem.message == "engines of 4 ranks cannot share the 2 ranks of a machine"
+    assert "modules.rollout.tensor=2" in problem.fix
+    assert find_refusals(loaded.config, world_size=8, ranks_per_machine=4, origins=loaded.origins) == []
+    assert [problem.key for problem in find_refusals(loaded.config, world_size=6, origins=loaded.origins)] == [
+        "parallel.tensor"
+    ]
 
 
 def test_answers_longer_than_the_model_and_unknown_tokens_are_refused(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def ready(tmp_path: Path) -> Path:
     (model / "model.safetensors").write_bytes(b"x")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "3 + 5 =", "answer": "8"}\n')
     file = tmp_path / "grpo.yaml"
-    file.write_text(f"model:\n  policy: {model}\ndata:\n  prompts: {tmp_path / 'prompts.jsonl'}\n")
+    sections = f"model:\n  policy: {model}\ndata:\n  prompts: {tmp_path / 'prompts.jsonl'}\n"
+    file.write_text(sections + "modules:\n  rollout:\n    engine: megatron\n")
     return file
 
 

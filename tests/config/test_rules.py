@@ -77,7 +77,7 @@ ALLOWED = [
     ["model.reference=/r", "modules.inference.models=reference_model"],
     ["memory_management.offload_trigger_threshold=0.85"],
     ["memory_management.dynamic_offload=true", "memory_management.offload_trigger_threshold=0"],
-    ["modules.rollout.tensor=2", "parallel.tensor=2"],
+    ["modules.rollout.engine=megatron", "modules.rollout.tensor=2", "parallel.tensor=2"],
     [
         "modules.rollout.engine=sglang",
         "sglang.chunked_prefill_size=512",
@@ -88,7 +88,11 @@ ALLOWED = [
         "modules.rollout.publish_bucket_bytes=1000",
     ],
     ["modules.rollout.engine=sglang", "modules.rollout.python=/usr/bin/python3"],
-    ["modules.rollout.max_engine_restarts=3", "modules.rollout.publish_bucket_bytes=268435456"],
+    [
+        "modules.rollout.engine=megatron",
+        "modules.rollout.max_engine_restarts=3",
+        "modules.rollout.publish_bucket_bytes=268435456",
+    ],
     ["modules.rewards.default=my.rewards:score"],
     ["modules.training.learning_rate=0"],
     ["megatron.qk_clip_threshold=50", "megatron.moe_router_dtype=fp64", "megatron.recompute_modules=[mlp]"],
@@ -100,7 +104,8 @@ ALLOWED = [
 def test_what_does_not_go_together_is_refused(
     tmp_path: Path, overrides: list[str], key: str, message: str, fix: str
 ) -> None:
-    problem = only_problem(tmp_path, "run: {seed: 0}", *overrides)
+    embedded = [] if any("engine=" in override for override in overrides) else ["modules.rollout.engine=megatron"]
+    problem = only_problem(tmp_path, "run: {seed: 0}", *embedded, *overrides)
     assert problem.key == key
     assert message in problem.message
     assert fix in problem.fix
