@@ -1,29 +1,25 @@
 """A WeightSink to a receiver in another process: one persistent shared buffer, and a connection for what to do.
 
-Sender: `SharedMemorySink(connection)` and, as the publisher's `allocate`, its `allocate`: buckets are then filled
-where the receiver reads them. Receiver, in the other process: `SharedMemoryReceiver(connection).serve()`.
+Sender: `SharedMemorySink(connection)`; buckets are filled where the receiver reads them. Receiver, in the other
+process: `SharedMemoryReceiver(connection).serve()`.
 """
 
-import mmap
 import os
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from grpo_megatron.weights.checksum import checksum
+from grpo_megatron.weights.shared_buffer import SharedBuffer
 from grpo_megatron.weights.sink import Bucket, BucketEntry
 
 _POLL_SECONDS = 0.2
-_MEMORY_FOLDER = Path("/dev/shm")
 
 
 class ReceiverFailure(RuntimeError):
@@ -38,7 +34,7 @@ class Request:
     kind: Literal["begin", "put", "commit", "abort", "version", "checksums", "close"]
     version: int = -1
     path: str = ""
-    """`begin`: file in memory that holds the shared buffer."""
+    """`begin`: where the shared buffer is opened."""
     num_bytes: int = 0
     entries: tuple[BucketEntry, ...] = ()
     names: tuple[str, ...] = ()
@@ -53,38 +49,12 @@ class Reply:
     value: Any = None
 
 
-class SharedBuffer:
-    """Bytes that two processes see. The file that names them is removed as soon as both have it open."""
-
-    def __init__(self, path: Path, num_bytes: int, *, create: bool) -> None:
-        self.path = path
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if create:
-                # Reserves the memory now; without it a full /dev/shm would kill the process at the first write.
-                os.posix_fallocate(descriptor, 0, num_bytes)
-            self._map = mmap.mmap(descriptor, num_bytes)
-        except OSError:
-            if create:
-                path.unlink()
-            raise
-        finally:
-            os.close(descriptor)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)  # uint8 [num_bytes]
-
-    def unlink(self) -> None:
-        """Remove the name; the memory lives until both processes have let go of it."""
-        self.path.unlink(missing_ok=True)
-
-
 class SharedMemorySink:
     """Sending side; see `WeightSink`.
 
     Args:
         deadline_seconds: for every single answer of the receiver.
         is_alive: says whether the receiver's process runs; a closed connection is noticed without it.
-        folder: where the shared buffer is named; default: memory, if the machine has /dev/shm.
     """
 
     def __init__(
@@ -93,43 +63,32 @@ class SharedMemorySink:
         *,
         deadline_seconds: float = 120.0,
         is_alive: Callable[[], bool] | None = None,
-        folder: Path | None = None,
     ) -> None:
         self._connection = connection
         self._deadline_seconds = deadline_seconds
         self._is_alive = is_alive
-        self._folder = folder or (_MEMORY_FOLDER if _MEMORY_FOLDER.is_dir() else Path(tempfile.gettempdir()))
         self._buffer: SharedBuffer | None = None
         self._number = 0
         self._num_sent = 0
         self._lost: str | None = None
         _limit_sending(connection, deadline_seconds)
 
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """The shared buffer, for `Publisher(allocate=...)`; replaces an earlier one."""
-        path = Path(tempfile.mktemp(prefix="grpo_megatron-weights-", dir=self._folder))  # noqa: S306 opened with O_EXCL
-        try:
-            buffer = SharedBuffer(path, num_bytes, create=True)
-        except OSError as error:
-            free = os.statvfs(self._folder)
-            raise OSError(
-                f"{self._folder}: cannot reserve {num_bytes} bytes to share ({free.f_bavail * free.f_frsize} free): "
-                f"{error}; give the container more shared memory or make the buckets smaller"
-            ) from error
+    def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """The shared buffer; replaces an earlier one. It is host memory, whatever the device."""
+        buffer = SharedBuffer.create(num_bytes)
         if self._buffer is not None:
-            self._buffer.unlink()
+            self._buffer.close()
         self._buffer = buffer
         return buffer.tensor
 
     def begin(self, version: int) -> None:
         buffer = self._buffer
-        path, num_bytes = ("", 0) if buffer is None else (str(buffer.path), buffer.tensor.nbytes)
+        path, num_bytes = ("", 0) if buffer is None else (buffer.path, buffer.tensor.nbytes)
         self._num_sent = 0
         self._ask("begin", version=version, path=path, num_bytes=num_bytes)
-        if buffer is not None:
-            buffer.unlink()
 
     def put(self, bucket: Bucket) -> None:
+        assert bucket.buffer is not None
         needed = bucket.buffer.nbytes
         if self._buffer is None or self._buffer.tensor.nbytes < needed:
             raise ValueError(
@@ -139,6 +98,10 @@ class SharedMemorySink:
             self._buffer.tensor[:needed].copy_(bucket.buffer)
         self._num_sent += len(bucket.entries)
         self._ask("put", entries=bucket.entries, num_bytes=needed)
+
+    def compare(self, bucket: Bucket) -> dict[str, int]:
+        """The receiver keeps what it was sent: its own copies are looked at, not the bucket."""
+        return self.checksums([entry.name for entry in bucket.entries])
 
     def commit(self) -> None:
         self._ask("commit", num_tensors=self._num_sent)
@@ -150,6 +113,7 @@ class SharedMemorySink:
         return self._ask("version")
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Of the receiver's copies, computed by it."""
         return self._ask("checksums", names=tuple(names))
 
     def close(self) -> None:
@@ -161,7 +125,7 @@ class SharedMemorySink:
         finally:
             self._connection.close()
             if self._buffer is not None:
-                self._buffer.unlink()
+                self._buffer.close()
                 self._buffer = None
 
     def _ask(self, kind: Any, **values: Any) -> Any:
@@ -283,18 +247,17 @@ class SharedMemoryReceiver:
         # From here on old and new tensors mix: there is no whole version until commit.
         self.version, self._publishing = -1, request.version
         self._arrived.clear()
-        if request.path and (self._buffer is None or str(self._buffer.path) != request.path):
-            self._buffer = SharedBuffer(Path(request.path), request.num_bytes, create=False)
+        if request.path and (self._buffer is None or not self._buffer.is_at(request.path)):
+            self._buffer = SharedBuffer.open(request.path, request.num_bytes)
 
     def _take(self, request: Request) -> None:
         """Copy one bucket out; the sender reuses the buffer after the answer."""
         if self._publishing is None or self._buffer is None:
             raise RuntimeError("put without begin")
         for entry in request.entries:
-            end = entry.offset_bytes + prod(entry.shape) * entry.dtype.itemsize
-            if end > request.num_bytes or entry.name in self._arrived:
+            if entry.end_bytes > request.num_bytes or entry.name in self._arrived:
                 raise ValueError(f"{entry.name}: outside the bucket, or sent twice")
-            part = self._buffer.tensor[entry.offset_bytes : end].view(entry.dtype).view(entry.shape)
+            part = entry.view(self._buffer.tensor)
             own = self.tensors.get(entry.name)
             if own is not None and (own.shape, own.dtype) == (part.shape, part.dtype):
                 own.copy_(part)

@@ -150,8 +150,8 @@ def a_damaged_file_is_refused_on_all_ranks(context: CaseContext) -> None:
 class _Receiver(ReceiverProcess):
     """Counts how often its sink was aborted."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self) -> None:
+        super().__init__()
         self.num_aborts = 0
         abort = self.sink.abort
 
@@ -175,18 +175,19 @@ def _fail_once(sink: SharedMemorySink, name: str) -> None:
 def _check_publishing(context: CaseContext, source: Path, *, tensor: int, pipeline: int) -> None:
     groups = context.groups(tensor=tensor, pipeline=pipeline)
     chunks = build_tiny_policy(source, groups)
-    receiver = _Receiver(context.folder) if groups.is_model_leader else None
+    receiver = _Receiver() if groups.is_model_leader else None
     sink = None if receiver is None else receiver.sink
     publisher = Publisher(
         WeightWalk(chunks, describe(source), groups),
         sink,
         groups,
         bucket_bytes=30_000,  # the embedding is larger, one layer's largest tensor smaller
-        allocate=None if sink is None else sink.allocate,
     )
     stored = load_file(source / "model.safetensors")
     report = publisher.publish(1)
     assert (report.version, report.num_compared) == (1, 8)
+    sharded = tensor * pipeline > 1
+    assert (report.peak_extra_bytes > publisher.num_buffer_bytes) == sharded
     assert report.num_bytes == sum(tensor.nbytes for tensor in stored.values())
     assert publisher.compare_all(1) == len(stored)
     if sink is not None:
@@ -208,7 +209,7 @@ def _check_failures(context: CaseContext, groups, publisher: Publisher, receiver
     """Case W4: one sink of all fails; every rank hears why, every sink is aborted, the next publish works."""
     assert num_buckets > 2
     last_leader = max(gather_objects(context.rank if receiver else -1, groups.world))
-    for version, name in enumerate(("begin", "put", "commit", "checksums"), start=2):
+    for version, name in enumerate(("begin", "put", "compare", "commit", "version"), start=2):
         if context.rank == last_leader:
             _fail_once(receiver.sink, name)
         try:
@@ -221,9 +222,13 @@ def _check_failures(context: CaseContext, groups, publisher: Publisher, receiver
             assert receiver.num_aborts == version - 1
             assert receiver.sink.version() == -1
         torch.distributed.barrier()
-    publisher.publish(6)
+    publisher.publish(7)
     if receiver is not None:
-        assert receiver.sink.version() == 6
+        assert receiver.sink.version() == 7
+    # Only the last engine of all gets the next version; the others keep theirs.
+    publisher.publish(8, here=context.rank == last_leader)
+    if receiver is not None:
+        assert receiver.sink.version() == (8 if context.rank == last_leader else 7)
 
 
 @case(world_size=4)
@@ -240,10 +245,10 @@ def publish_from_two_replicas_to_two_processes(context: CaseContext) -> None:
 def publish_through_a_sink_whose_receiver_was_killed(context: CaseContext) -> None:
     source = _llama(context, tie_embeddings=True)
     groups = context.groups(pipeline=2)
-    receiver = _Receiver(context.folder) if groups.is_model_leader else None
+    receiver = _Receiver() if groups.is_model_leader else None
     sink = None if receiver is None else receiver.sink
     walk = WeightWalk(build_tiny_policy(source, groups), describe(source), groups)
-    publisher = Publisher(walk, sink, groups, allocate=None if sink is None else sink.allocate)
+    publisher = Publisher(walk, sink, groups)
     publisher.publish(1)
     if receiver is not None:
         receiver.process.kill()

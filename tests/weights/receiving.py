@@ -3,7 +3,6 @@
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
@@ -30,14 +29,13 @@ def _receive(connection: Connection, seconds: float) -> None:
 class ReceiverProcess:
     """The process, and the sink here that talks to it; `seconds` is how long it takes over each bucket."""
 
-    def __init__(self, folder: Path, *, seconds: float = 0.0) -> None:
+    def __init__(self, *, seconds: float = 0.0) -> None:
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         self.process = spawn.Process(target=_receive, args=(theirs, seconds), daemon=True)
         self.process.start()
         theirs.close()
-        self.folder = folder
-        self.sink = SharedMemorySink(ours, deadline_seconds=DEADLINE_SECONDS, folder=folder)
+        self.sink = SharedMemorySink(ours, deadline_seconds=DEADLINE_SECONDS)
 
     def end(self) -> int | None:
         """Close; returns the process's exit code."""

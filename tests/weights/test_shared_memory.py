@@ -5,25 +5,26 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_megatron.weights.checksum import checksum
 from grpo_megatron.weights.shared_memory import ReceiverFailure, Request, SharedMemoryReceiver, SharedMemorySink
+from grpo_megatron.weights.shared_buffer import SharedBuffer
 from grpo_megatron.weights.sink import Bucket, BucketEntry
 from tests.weights.receiving import ReceiverProcess
 
 pytestmark = pytest.mark.unit
+CPU = torch.device("cpu")
 
 
 class _Pair(ReceiverProcess):
     """A sink here, a slow receiver in another process."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, seconds=0.2)
-        self.buffer = self.sink.allocate(256)
+    def __init__(self) -> None:
+        super().__init__(seconds=0.2)
+        self.buffer = self.sink.allocate(256, CPU)
 
     def put(self, index: int, value: float) -> None:
         self.sink.put(_bucket(self.buffer, index, value))
@@ -33,9 +34,9 @@ class _Pair(ReceiverProcess):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Pair]:
+def pair() -> Iterator[_Pair]:
     """One receiver for many tests: every whole version consists of buckets 0 and 1."""
-    made = _Pair(tmp_path_factory.mktemp("shared"))
+    made = _Pair()
     yield made
     assert made.end() == 0
 
@@ -50,7 +51,7 @@ def _expected(value: float) -> int:
     return checksum(torch.full((8, 8), value, dtype=torch.bfloat16))
 
 
-def test_buckets_arrive_and_leave_no_file_behind(pair: _Pair) -> None:
+def test_buckets_arrive_one_version_after_another(pair: _Pair) -> None:
     for version in (1, 2):
         pair.sink.begin(version)
         assert pair.sink.version() == -1
@@ -59,7 +60,14 @@ def test_buckets_arrive_and_leave_no_file_behind(pair: _Pair) -> None:
         pair.sink.commit()
         assert pair.sink.version() == version
         assert (pair.checksum("a0"), pair.checksum("a1")) == (_expected(version), _expected(version + 0.5))
-    assert list(pair.folder.iterdir()) == []
+
+
+def test_the_receiver_s_own_copies_are_compared_and_not_the_bucket(pair: _Pair) -> None:
+    bucket = _bucket(pair.buffer, 0, 8.0)
+    pair.sink.begin(1)
+    pair.sink.put(bucket)
+    pair.buffer.fill_(255)
+    assert pair.sink.compare(bucket)["a0"] == _expected(8.0)
 
 
 def test_a_bucket_from_other_memory_is_copied_into_the_shared_buffer(pair: _Pair) -> None:
@@ -114,8 +122,8 @@ def test_a_receiver_that_hangs_runs_into_the_deadline_and_its_late_answer_confus
     assert pair.checksum("a0") == _expected(2.0)
 
 
-def test_a_receiver_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
-    pair = _Pair(tmp_path)
+def test_a_receiver_that_dies_is_noticed_at_once() -> None:
+    pair = _Pair()
     pair.sink.begin(1)
     os.kill(pair.process.pid or 0, signal.SIGKILL)
     pair.process.join(10)
@@ -126,11 +134,11 @@ def test_a_receiver_that_dies_is_noticed_at_once(tmp_path: Path) -> None:
     pair.end()
 
 
-def test_a_receiver_that_stops_reading_cannot_block_the_sender(tmp_path: Path) -> None:
+def test_a_receiver_that_stops_reading_cannot_block_the_sender() -> None:
     """The request is larger than the line's buffer, so sending it blocks."""
     ours, theirs = multiprocessing.Pipe()
-    sink = SharedMemorySink(ours, deadline_seconds=0.5, folder=tmp_path)
-    buffer = sink.allocate(64)
+    sink = SharedMemorySink(ours, deadline_seconds=0.5)
+    buffer = sink.allocate(64, CPU)
     entries = tuple(BucketEntry(f"tensor-{i}" * 20, torch.uint8, (1,), 0) for i in range(20000))
     start = time.monotonic()
     with pytest.raises(ReceiverFailure, match="did not read `put` within"):
@@ -140,17 +148,28 @@ def test_a_receiver_that_stops_reading_cannot_block_the_sender(tmp_path: Path) -
     assert time.monotonic() - start < 10
     sink.close()
     theirs.close()
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_that_cannot_be_reserved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    sink = SharedMemorySink(ours, folder=tmp_path)
-    with pytest.raises(OSError, match="make the buckets smaller"):
-        sink.allocate(2**60)
-    assert list(tmp_path.iterdir()) == []
-    theirs.close()
-    sink.close()
+def test_memory_that_cannot_be_reserved_is_refused_before_anything_is_written() -> None:
+    with pytest.raises(OSError, match="cannot reserve 1152921504606846976 bytes .* make the buckets smaller"):
+        SharedBuffer.create(2**60)
+
+
+def test_shared_memory_has_no_name_and_another_one_at_its_path_is_noticed() -> None:
+    first = SharedBuffer.create(100)
+    before = set(os.listdir("/dev/shm"))
+    again = SharedBuffer.open(first.path, 100)
+    first.tensor[3] = 7
+    assert again.tensor[3] == 7 and again.is_at(first.path)
+    with pytest.raises(ValueError, match="has 100 bytes, not 50"):
+        SharedBuffer.open(first.path, 50)
+    first.close()
+    assert not again.is_at(first.path)
+    other = SharedBuffer.create(100)
+    assert other.path == first.path and not again.is_at(other.path)  # the same number, another memory
+    assert again.tensor[3] == 7
+    other.close()
+    assert set(os.listdir("/dev/shm")) == before
 
 
 def test_the_receiver_ends_when_the_sender_is_gone_and_complains_when_it_is_late() -> None:
