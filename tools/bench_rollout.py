@@ -104,7 +104,7 @@ def megatron_runner(folder: Path, arguments: argparse.Namespace, batch: int) -> 
     engine = build_megatron_engine(chunks, description, section, groups, platform, lambda ids: "", longest)
 
     def run(work: Work) -> int:
-        tickets = StaticTickets(_requests(work), replica=0, num_replicas=1)
+        tickets = StaticTickets(_requests(work), engine=0, num_engines=1)
 
         async def drain() -> int:
             return sum([rollout.num_tokens async for rollout in engine.generate(tickets)])

@@ -99,3 +99,14 @@ def _destroy_groups() -> None:
         if group is not world:
             dist.destroy_process_group(group)
     gc.collect()
+
+
+def split_world(size: int) -> dist.ProcessGroup:
+    """This rank's group of `size` neighbours, for CPU tensors and objects. Collective over the world."""
+    own = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, backend="gloo")
+        own = group if dist.get_rank() in ranks else own
+    assert own is not None, f"{dist.get_world_size()} ranks are no multiple of {size}"
+    return own

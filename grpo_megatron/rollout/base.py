@@ -71,6 +71,8 @@ class EngineCapabilities:
 
     shares_training_modules: bool
     """True: publish has nothing to copy, the engine runs on the trainer's own parameters."""
+    frees_memory: bool = True
+    """Parts that sleep give their memory back, on this machine."""
     tied_embeddings: bool = True
     exact_speculation: bool = False
     """Sampled output under MTP speculation is the model's own distribution."""

@@ -24,7 +24,7 @@ _DONE = b"[DONE]"
 
 
 class ServerFault(RuntimeError):
-    """A request was lost to a fault of the server: gone, cut off, an answer that cannot be true. It can be sent again."""
+    """The server lost a request: it is gone, cut the answer off, or gave one that cannot be true. Can be sent again."""
 
 
 class RequestRefused(ValueError):

@@ -50,10 +50,10 @@ def make_requests(
 
 
 class StaticTickets:
-    """Replica r gets tickets r, r + replicas, ...: the same in every run, however fast the engines are."""
+    """Engine e gets tickets e, e + engines, ...: the same in every run, however fast the engines are."""
 
-    def __init__(self, requests: Sequence[RolloutRequest], *, replica: int, num_replicas: int) -> None:
-        self._open = list(requests[replica::num_replicas])
+    def __init__(self, requests: Sequence[RolloutRequest], *, engine: int, num_engines: int) -> None:
+        self._open = list(requests[engine::num_engines])
         self.taken: list[RolloutRequest] = []
 
     def take(self, max_rollouts: int) -> Sequence[RolloutRequest] | None:
@@ -69,20 +69,20 @@ class StaticTickets:
 
 
 class SharedTickets:
-    """All replicas draw from one counter, so that a slow engine takes less.
+    """All engines draw from one counter, so that a slow engine takes less.
 
-    A call claims at most its share of what is left (remaining / replicas, "guided self-scheduling", Polychronopoulos
+    A call claims at most its share of what is left (remaining / engines, "guided self-scheduling", Polychronopoulos
     and Kuck 1987): an engine with much room that comes first does not leave the others without work.
     """
 
     def __init__(
-        self, requests: Sequence[RolloutRequest], *, counter: SharedCounter, key: str, num_replicas: int
+        self, requests: Sequence[RolloutRequest], *, counter: SharedCounter, key: str, num_engines: int
     ) -> None:
-        """Args: key: the counter's name, new for every call of `collect`; the same requests on every replica."""
+        """Args: key: the counter's name, new for every queue; the same requests on every engine's leader."""
         self._requests = requests
         self._counter = counter
         self._key = key
-        self._num_replicas = num_replicas
+        self._num_engines = num_engines
         self._is_over = False
         self.taken: list[RolloutRequest] = []
 
@@ -90,7 +90,7 @@ class SharedTickets:
         if self._is_over:
             return None
         left = self._requests[self._counter.add(self._key, 0) :]
-        share = -(-len(left) // self._num_replicas)
+        share = -(-len(left) // self._num_engines)
         count = max(1, min(share, _fitting(left, max_rollouts)))
         end = self._counter.add(self._key, count)
         tickets = self._requests[end - count : end]
@@ -102,11 +102,35 @@ class SharedTickets:
         self._is_over = True
 
 
+class ResumedTickets:
+    """What a lost engine left open comes first, then the rest of its queue."""
+
+    def __init__(self, unfinished: Sequence[RolloutRequest], rest: TicketQueue) -> None:
+        self._unfinished = list(unfinished)
+        self._rest = rest
+
+    @property
+    def taken(self) -> Sequence[RolloutRequest]:
+        """Of the whole queue: the unfinished were taken from it before."""
+        return self._rest.taken
+
+    def take(self, max_rollouts: int) -> Sequence[RolloutRequest] | None:
+        if not self._unfinished:
+            return self._rest.take(max_rollouts)
+        count = max(1, _fitting(self._unfinished, max_rollouts))
+        tickets, self._unfinished = self._unfinished[:count], self._unfinished[count:]
+        return tickets
+
+    def close(self) -> None:
+        self._unfinished = []
+        self._rest.close()
+
+
 def _fitting(requests: Sequence[RolloutRequest], max_rollouts: int) -> int:
     """How many of the next requests have at most `max_rollouts` answers together."""
     total = 0
     for count, request in enumerate(requests):
-        total += request.num_rollouts
+        total += len(request.members)
         if total > max_rollouts:
             return count
     return len(requests)
@@ -121,20 +145,24 @@ def collect(
     deadline_seconds: float,
     what: str,
     is_leader: bool = True,
+    rollouts: list[Rollout] | None = None,
 ) -> list[Rollout]:
-    """Let the engine answer this queue's tickets. Collective over the engine's model-parallel group.
+    """Let the engine answer this queue's tickets. Collective over the embedded engine's model-parallel group.
 
     Args:
         on_rollout: called as each rollout ends, while the others still run; must not block for long.
         prompts: by id, for `on_rollout`.
         what: named in errors, such as `rollout of step 7`.
         is_leader: only the leader knows the tickets and looks at the clock; other ranks follow the engine.
+        rollouts: where they go, in the order in which they end; those that came before an engine was lost are in it.
 
     Raises:
+        EngineRestarted: on the leader, as the engine raised it.
         TimeoutError: on the leader, after the deadline, naming the prompts; the engine was told to stop before.
         RuntimeError: on the leader, if a rollout is missing or came twice although the engine says it is done.
     """
-    return asyncio.run(_collect(engine, tickets, on_rollout, prompts, deadline_seconds, what, is_leader))
+    rollouts = [] if rollouts is None else rollouts
+    return asyncio.run(_collect(engine, tickets, on_rollout, prompts, deadline_seconds, what, is_leader, rollouts))
 
 
 async def _collect(
@@ -145,9 +173,8 @@ async def _collect(
     deadline_seconds: float,
     what: str,
     is_leader: bool,
+    rollouts: list[Rollout],
 ) -> list[Rollout]:
-    rollouts: list[Rollout] = []
-
     async def consume() -> None:
         async with aclosing(engine.generate(tickets)) as stream:  # type: ignore[type-var]
             async for rollout in stream:

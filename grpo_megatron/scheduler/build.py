@@ -27,7 +27,6 @@ from grpo_megatron.scheduler.evaluation import Evaluation
 from grpo_megatron.scheduler.generation import Generation
 from grpo_megatron.scheduler.ledger import Ledger
 from grpo_megatron.scheduler.parts import Parts, build_parts
-from grpo_megatron.scheduler.publishing import PolicyWeights
 from grpo_megatron.scheduler.recovery import Recovery, RunProgress
 from grpo_megatron.scheduler.reporting import Reporter
 from grpo_megatron.scheduler.rollouts import SyncRollouts
@@ -74,7 +73,9 @@ def _assemble(session: Session, parts: Parts, resources: ExitStack) -> Run:
     if evaluation is not None:
         state["evaluation"] = evaluation
     recovery = _restore(session, parts, resources, progress, state)
-    parts.engine.set_version(progress.next_step)
+    with session.startup.stage("publish"):
+        parts.memory.enter("publish")
+        parts.weights.publish(progress.next_step)
     with session.startup.stage("records"):
         sinks = _open_sinks(session, progress.next_step)
         resources.callback(sinks.close)
@@ -104,7 +105,7 @@ def _assemble(session: Session, parts: Parts, resources: ExitStack) -> Run:
             num_steps=config.run.steps,
             open_progress=partial(session.open_progress, unit="micro-batches"),
         ),
-        weights=PolicyWeights(parts.engine, publisher=None),
+        weights=parts.weights,
         reporter=reporter,
         evaluation=evaluation,
         recovery=recovery,
@@ -122,13 +123,19 @@ def _sampling(config: Config, parts: Parts) -> SamplingSettings:
 
 def _build_generation(session: Session, parts: Parts) -> Generation:
     config = session.config
+
+    def restore_weights() -> None:
+        parts.memory.enter("publish")
+        parts.weights.restore()
+        parts.memory.enter("rollout")
+
     return Generation(
         parts.engine,
-        session.groups,
         session.store,
         assignment="static" if config.run.deterministic else "shared",
         deadline_seconds=config.run.phase_deadline_seconds,
         open_progress=session.open_progress,
+        restore_weights=restore_weights,
     )
 
 

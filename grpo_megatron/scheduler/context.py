@@ -10,6 +10,7 @@ from grpo_megatron.monitor.progress import Progress, open_progress
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.parallel.store import SharedStore
 from grpo_megatron.platform.device import Platform
+from grpo_megatron.platform.environment import LaunchEnvironment
 from grpo_megatron.scheduler.signals import StopRequest
 from grpo_megatron.scheduler.startup import Startup
 
@@ -19,6 +20,7 @@ class Session:
     """One rank of a run that has met the others."""
 
     loaded: LoadedConfig
+    launch: LaunchEnvironment
     folder: Path
     platform: Platform
     groups: Groups

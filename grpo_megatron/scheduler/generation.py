@@ -3,44 +3,57 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
 from grpo_megatron.batch import Prompt, Rollout
 from grpo_megatron.monitor.progress import Progress
 from grpo_megatron.parallel.errors import RankFailure
-from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.parallel.store import SharedStore
-from grpo_megatron.rollout.base import RolloutEngine, SamplingSettings
-from grpo_megatron.rollout.dispatch import SharedTickets, StaticTickets, TicketQueue, collect, make_requests
+from grpo_megatron.rollout.base import EngineRestarted, RolloutEngine, SamplingSettings
+from grpo_megatron.rollout.dispatch import (
+    ResumedTickets,
+    SharedTickets,
+    StaticTickets,
+    TicketQueue,
+    collect,
+    make_requests,
+)
 
 
 @dataclass(frozen=True)
 class Generated:
     rollouts: tuple[Rollout, ...]
-    """Of this rank's engine, on the leader of its replica; empty elsewhere, so that nothing counts twice."""
+    """Of this rank's engine, on its leader; empty elsewhere, so that nothing counts twice."""
     seconds: float
     """Until this rank's engine was done; waiting for the others is extra."""
+    num_restarts: int
+    """How often an engine of the run was lost and started again meanwhile."""
 
 
 class Generation:
-    """Drives this rank's engine. No rank sits in a collective while another one still generates."""
+    """Drives this rank's engine. No rank sits in a collective while another one still generates.
+
+    Args:
+        restore_weights: brings the current version to engines that lost it. Collective over the world.
+    """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        groups: Groups,
         store: SharedStore,
         *,
         assignment: Literal["static", "shared"],
         deadline_seconds: float,
         open_progress: Callable[[str, int], Progress],
+        restore_weights: Callable[[], None],
     ) -> None:
         self._engine = engine
-        self._groups = groups
         self._store = store
         self._assignment = assignment
         self._deadline_seconds = deadline_seconds
         self._open_progress = open_progress
+        self._restore_weights = restore_weights
 
     def run(
         self,
@@ -54,9 +67,12 @@ class Generation:
     ) -> Generated:
         """Answer every prompt `num_rollouts` times. Collective over the world.
 
+        An engine that is lost restarts while the others go on; when they are done, all ranks bring it the weights
+        again and it answers what it had left open.
+
         Args:
             name: unlike that of any other call in this process; the same on every rank.
-            on_rollout: called on the leader of each replica as rollouts end.
+            on_rollout: called on the leader of each engine as rollouts end.
 
         Raises:
             TimeoutError: an engine or a rank did not get there in time; names prompts or ranks.
@@ -64,40 +80,57 @@ class Generation:
         """
         begin = time.monotonic()
         num_shown = 0
+        rollouts: list[Rollout] = []
+        tickets = source = self._tickets(prompts, num_rollouts, sampling, seed, name)
+        prompts_by_id = {prompt.id: prompt for prompt in prompts}
+        num_restarts = 0
         with self._open_progress(name, len(prompts) * num_rollouts) as progress:
 
             def ended(prompt: Prompt, rollout: Rollout) -> None:
                 nonlocal num_shown
-                if self._groups.is_model_leader:
+                if self._engine.place.is_leader:
                     num_ended = self._store.add(f"{name}/ended", 1)  # on all engines
                     progress.advance(num_ended - num_shown)
                     num_shown = num_ended
                     on_rollout(prompt, rollout)
 
-            try:
-                rollouts = collect(
-                    self._engine,
-                    self._tickets(prompts, num_rollouts, sampling, seed, name),
-                    on_rollout=ended,
-                    prompts={prompt.id: prompt for prompt in prompts},
-                    deadline_seconds=self._deadline_seconds,
-                    what=name,
-                    is_leader=self._groups.is_model_leader,
-                )
-            except Exception as error:
-                self._store.fail(name, str(error))  # the other replicas need not wait for the deadline
-                if isinstance(error, RuntimeError):  # the engine lost rollouts
-                    raise RankFailure(str(error)) from error
-                raise
-        seconds = time.monotonic() - begin
-        self._store.meet(name, what=f"{name}: end of generation", deadline_seconds=self._deadline_seconds)
-        return Generated(tuple(rollouts) if self._groups.is_model_leader else (), seconds)
+            for attempt in count():
+                meeting = f"{name}/{attempt}"
+                try:
+                    collect(
+                        self._engine,
+                        source,
+                        on_rollout=ended,
+                        prompts=prompts_by_id,
+                        deadline_seconds=begin + self._deadline_seconds - time.monotonic(),
+                        what=name,
+                        is_leader=self._engine.place.is_leader,
+                        rollouts=rollouts,
+                    )
+                except EngineRestarted as lost:
+                    source = ResumedTickets(lost.unfinished, tickets)
+                    self._store.add(f"{meeting}/lost", 1)
+                except Exception as error:
+                    self._store.fail(meeting, str(error))  # the other engines need not wait for the deadline
+                    if isinstance(error, RuntimeError):  # the engine lost rollouts, or cannot be restarted
+                        raise RankFailure(str(error)) from error
+                    raise
+                seconds = time.monotonic() - begin
+                what = f"{name}: end of generation"
+                self._store.meet(meeting, what=what, deadline_seconds=self._deadline_seconds)
+                num_lost = self._store.add(f"{meeting}/lost", 0)
+                if num_lost == 0:
+                    break
+                num_restarts += num_lost
+                self._restore_weights()
+        is_leader = self._engine.place.is_leader
+        return Generated(tuple(rollouts) if is_leader else (), seconds, num_restarts)
 
     def _tickets(
         self, prompts: Sequence[Prompt], num_rollouts: int, sampling: SamplingSettings, seed: int, name: str
     ) -> TicketQueue:
         requests = make_requests(prompts, num_rollouts=num_rollouts, sampling=sampling, seed=seed, name=name)
-        groups = self._groups
+        place = self._engine.place
         if self._assignment == "static":
-            return StaticTickets(requests, replica=groups.replica, num_replicas=groups.num_replicas)
-        return SharedTickets(requests, counter=self._store, key=f"{name}/tickets", num_replicas=groups.num_replicas)
+            return StaticTickets(requests, engine=place.index, num_engines=place.num_engines)
+        return SharedTickets(requests, counter=self._store, key=f"{name}/tickets", num_engines=place.num_engines)

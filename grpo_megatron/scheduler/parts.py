@@ -21,11 +21,17 @@ from grpo_megatron.models.forward import shares_prompt_prefix
 from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.platform.kernels import choose_kernels
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.base import RolloutEngine
-from grpo_megatron.rollout.megatron.build import build_megatron_engine
+from grpo_megatron.rollout.base import EnginePlace, RolloutEngine
 from grpo_megatron.scheduler.context import Session
-from grpo_megatron.scheduler.engine_memory import CacheGroup
-from grpo_megatron.scheduler.phases import PHASES
+from grpo_megatron.scheduler.engine_memory import engine_groups
+from grpo_megatron.scheduler.engines import (
+    build_embedded_engine,
+    build_policy_weights,
+    find_place,
+    start_foreign_engine,
+)
+from grpo_megatron.scheduler.phases import PHASES, PHASES_WITH_ENGINE_WEIGHTS
+from grpo_megatron.scheduler.publishing import PolicyWeights
 from grpo_megatron.trainer.policy import PolicyTrainer
 from grpo_megatron.weights.load import load_hf
 
@@ -62,11 +68,12 @@ class Parts:
 
     data: Data
     pool: RewardPool | None
-    """Reward workers, on the leader of each replica."""
+    """Reward workers, on the leader of each engine."""
     models: Models
     engine: RolloutEngine
     memory: MemoryManager
     packing: PackingSettings
+    weights: PolicyWeights
 
 
 def build_parts(session: Session, resources: ExitStack) -> Parts:
@@ -75,23 +82,34 @@ def build_parts(session: Session, resources: ExitStack) -> Parts:
     with startup.stage("data"):
         data = build_data(config)
     _say_what_is_left_out(session, data)
+    max_sequence_tokens = _max_sequence_tokens(config, data)
     with startup.stage("reward workers"):
-        pool = build_reward_pool(config, data, session.groups)
+        pool = build_reward_pool(config, data, find_place(session))
         if pool is not None:
             resources.callback(pool.close)
+    foreign = None
+    if config.modules.rollout.engine != "megatron":
+        with startup.stage("rollout engine"):
+            foreign = start_foreign_engine(session, data.tokenizer.decode, max_sequence_tokens)
+            resources.callback(foreign.close)
     with startup.stage("policy"):
-        models = build_models(session, data)
+        models = build_models(session, max_sequence_tokens)
         packing = packing_settings(config, models, session.groups)
-    with startup.stage("rollout engine"):
-        engine = build_engine(session, data, models)
-        resources.callback(engine.close)
+    with startup.stage("rollout engine's health"):
+        engine: RolloutEngine
+        if foreign is not None:
+            engine = foreign
+        else:
+            engine = build_embedded_engine(session, models, data.tokenizer.decode, max_sequence_tokens)
+            resources.callback(engine.close)
         health = engine.health()
         if not health.ok:
             raise RuntimeError(f"the rollout engine is not healthy: {health.detail}")
     with startup.stage("memory groups"):
         memory = build_memory(session, models, engine)
         resources.callback(memory.close)
-    return Parts(data, pool, models, engine, memory, packing)
+        weights = build_policy_weights(session, models, engine, resources)
+    return Parts(data, pool, models, engine, memory, packing, weights)
 
 
 def _say_what_is_left_out(session: Session, data: Data) -> None:
@@ -123,16 +141,16 @@ def build_data(config: Config) -> Data:
     return Data(tokenizer, training, evaluation, stops)
 
 
-def build_reward_pool(config: Config, data: Data, groups: Groups) -> RewardPool | None:
-    """Workers on the leader of each replica; None elsewhere."""
-    if not groups.is_model_leader:
+def build_reward_pool(config: Config, data: Data, place: EnginePlace) -> RewardPool | None:
+    """Workers on the leader of each engine, where rollouts end; None elsewhere."""
+    if not place.is_leader:
         return None
     return RewardPool(
         config.modules.rewards, names=data.reward_names, start_deadline_seconds=config.run.start_deadline_seconds
     )
 
 
-def build_models(session: Session, data: Data) -> Models:
+def build_models(session: Session, max_sequence_tokens: int) -> Models:
     """The policy with its optimizer, and the reference if it is asked for. Collective over the world."""
     config, groups = session.config, session.groups
     policy_folder = Path(config.model.policy or "")
@@ -143,7 +161,7 @@ def build_models(session: Session, data: Data) -> Models:
         head_dtype=config.model.output_head_dtype,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute_activations=training.recompute_activations,
-        max_sequence_tokens=_max_sequence_tokens(config, data),
+        max_sequence_tokens=max_sequence_tokens,
         megatron=config.megatron,
     )
 
@@ -164,24 +182,6 @@ def build_models(session: Session, data: Data) -> Models:
     return Models(description, chunks, trainer, reference)
 
 
-def build_engine(session: Session, data: Data, models: Models) -> RolloutEngine:
-    """The engine of the configuration. Collective over the model-parallel group."""
-    config = session.config
-    match config.modules.rollout.engine:
-        case "megatron":
-            return build_megatron_engine(
-                models.chunks,
-                models.description,
-                config.modules.rollout,
-                session.groups,
-                session.platform,
-                data.tokenizer.decode,
-                _max_sequence_tokens(config, data),
-            )
-        case other:
-            raise ValueError(f"modules.rollout.engine: {other} is not there yet; set it to megatron")
-
-
 def build_memory(session: Session, models: Models, engine: Any) -> MemoryManager:
     """All groups of this rank and the policy that moves them."""
     section = session.config.memory_management
@@ -193,9 +193,10 @@ def build_memory(session: Session, models: Models, engine: Any) -> MemoryManager
     )
     if models.reference is not None:
         groups.append(frozen_group("reference_parameters", models.reference, platform=platform, far_folder=far_folder))
-    groups.append(CacheGroup(engine, num_bytes=engine.cache_bytes))
+    groups += engine_groups(engine)
     planner = make_planner("always" if section.dynamic_offload else "never")
-    return MemoryManager(groups, planner=planner, needs=PHASES)
+    needs = PHASES if engine.capabilities.shares_training_modules else PHASES_WITH_ENGINE_WEIGHTS
+    return MemoryManager(groups, planner=planner, needs=needs)
 
 
 def packing_settings(config: Config, models: Models, groups: Groups) -> PackingSettings:

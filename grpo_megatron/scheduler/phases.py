@@ -11,6 +11,7 @@ GroupName = Literal[
     "optimizer_masters",
     "optimizer_moments",
     "reference_parameters",
+    "engine_weights",
     "kv_cache",
 ]
 
@@ -22,6 +23,13 @@ PHASES: Mapping[PhaseName, frozenset[GroupName]] = {
     "update": frozenset({"policy_parameters", "policy_gradients", "optimizer_masters", "optimizer_moments"}),
     "publish": frozenset({"policy_parameters"}),
 }
+
+PHASES_WITH_ENGINE_WEIGHTS: Mapping[PhaseName, frozenset[GroupName]] = {
+    **PHASES,
+    "rollout": frozenset({"engine_weights", "kv_cache"}),
+    "publish": frozenset({"policy_parameters", "engine_weights"}),
+}
+"""The same with an engine in a process of its own: it has weights of its own, new ones with every publish."""
 
 CHECKPOINT_NEEDS: frozenset[GroupName] = frozenset({"policy_parameters", "optimizer_masters", "optimizer_moments"})
 """What a checkpoint reads."""

@@ -94,7 +94,7 @@ def open_session(
     with startup.stage("process groups"):
         groups, store = _meet(config, launch, platform)
     startup.groups = groups
-    session = Session(loaded, folder, platform, groups, store, logger, stop_request, startup)
+    session = Session(loaded, launch, folder, platform, groups, store, logger, stop_request, startup)
     with startup.stage("configuration"):
         check_ranks_agree(session)
     grid = groups.grid

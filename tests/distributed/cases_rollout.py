@@ -206,8 +206,8 @@ def two_replicas_answer_each_ticket_once_and_the_same_however_it_is_dealt(contex
     counter_key = f"tickets-{context.folder.name}"
     found = []
     for tickets in (
-        StaticTickets(requests, replica=groups.replica, num_replicas=groups.num_replicas),
-        SharedTickets(requests, counter=Counter(), key=counter_key, num_replicas=groups.num_replicas),
+        StaticTickets(requests, engine=groups.replica, num_engines=groups.num_replicas),
+        SharedTickets(requests, counter=Counter(), key=counter_key, num_engines=groups.num_replicas),
     ):
         streamed: list[Rollout] = []
         rollouts = collect(

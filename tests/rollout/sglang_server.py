@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection, RunSection
+from grpo_megatron.families.describe import describe
 from grpo_megatron.platform.device import current_platform
 from grpo_megatron.rollout.sglang.build import EngineGroup, build_sglang_engine
 from grpo_megatron.rollout.sglang.engine import SglangEngine
@@ -13,7 +14,6 @@ def start_sglang(
     logs: Path,
     *,
     max_sequence_tokens: int = 128,
-    vocab_size: int = 151,
     tensor: int = 1,
     dtype: str = "float32",
     **rollout: object,
@@ -29,8 +29,8 @@ def start_sglang(
         config,
         EngineGroup(rank=0, local_rank=0, local_world_size=tensor, world_size=tensor, tensor=tensor),
         current_platform(),
+        describe(folder),
         decode=lambda ids: " ".join(map(str, ids)),
-        vocab_size=vocab_size,
         max_sequence_tokens=max_sequence_tokens,
         logs=logs,
         say=print,

@@ -46,8 +46,8 @@ def test_a_prompt_id_that_comes_twice_is_refused() -> None:
 
 def test_static_tickets_go_round_in_turn_whoever_asks_first() -> None:
     requests = _requests(5)
-    second = StaticTickets(requests, replica=1, num_replicas=2)
-    first = StaticTickets(requests, replica=0, num_replicas=2)
+    second = StaticTickets(requests, engine=1, num_engines=2)
+    first = StaticTickets(requests, engine=0, num_engines=2)
     assert _ids(second.take(100)) == ["p1", "p3"]
     assert _ids(first.take(4)) == ["p0", "p2"]
     assert _ids(first.take(4)) == ["p4"]
@@ -55,14 +55,14 @@ def test_static_tickets_go_round_in_turn_whoever_asks_first() -> None:
 
 
 def test_a_request_larger_than_the_room_comes_alone() -> None:
-    tickets = StaticTickets(_requests(3, num_rollouts=8), replica=0, num_replicas=1)
+    tickets = StaticTickets(_requests(3, num_rollouts=8), engine=0, num_engines=1)
     assert _ids(tickets.take(3)) == ["p0"]
     assert _ids(tickets.take(17)) == ["p1", "p2"]
 
 
 def test_shared_tickets_are_each_given_once_and_nobody_takes_more_than_a_fair_share_of_what_is_left() -> None:
     counter, requests = _Counter(), _requests(16)
-    fast, slow = (SharedTickets(requests, counter=counter, key="step-7", num_replicas=2) for _ in range(2))
+    fast, slow = (SharedTickets(requests, counter=counter, key="step-7", num_engines=2) for _ in range(2))
     sizes = []
     while (taken := fast.take(1000)) is not None:
         sizes.append(len(taken))
@@ -74,7 +74,7 @@ def test_shared_tickets_are_each_given_once_and_nobody_takes_more_than_a_fair_sh
 
 
 def test_shared_tickets_respect_the_room() -> None:
-    tickets = SharedTickets(_requests(16), counter=_Counter(), key="step-7", num_replicas=1)
+    tickets = SharedTickets(_requests(16), counter=_Counter(), key="step-7", num_engines=1)
     assert len(tickets.take(5)) == 2
     assert len(tickets.take(1)) == 1
 
@@ -82,7 +82,7 @@ def test_shared_tickets_respect_the_room() -> None:
 def test_a_claim_beyond_the_last_ticket_takes_only_what_is_there() -> None:
     """Two replicas read the counter before either adds: the later one's claim reaches behind the end."""
     counter, requests = _Counter(), _requests(4)
-    tickets = SharedTickets(requests, counter=counter, key="k", num_replicas=1)
+    tickets = SharedTickets(requests, counter=counter, key="k", num_engines=1)
     add, calls = counter.add, []
 
     def raced(key: str, amount: int) -> int:
@@ -136,7 +136,7 @@ def _collect(engine: _Engine, requests: Sequence[RolloutRequest], *, deadline: f
     streamed = [] if seen is None else seen
     rollouts = collect(
         engine,  # type: ignore[arg-type]
-        StaticTickets(requests, replica=0, num_replicas=1),
+        StaticTickets(requests, engine=0, num_engines=1),
         on_rollout=lambda prompt, rollout: streamed.append((prompt.id, rollout.index)),
         prompts={request.prompt.id: request.prompt for request in requests},
         deadline_seconds=deadline,
@@ -189,7 +189,7 @@ def test_an_error_while_handing_on_ends_the_stream_and_is_raised() -> None:
     with pytest.raises(OSError, match="no space"):
         collect(
             engine,  # type: ignore[arg-type]
-            StaticTickets(_requests(2), replica=0, num_replicas=1),
+            StaticTickets(_requests(2), engine=0, num_engines=1),
             on_rollout=fail,
             prompts={request.prompt.id: request.prompt for request in _requests(2)},
             deadline_seconds=5,

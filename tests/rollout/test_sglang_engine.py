@@ -1,7 +1,6 @@
 """The conformance suite on a real SGLang server of the tiny Llama, in float32."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 

@@ -10,7 +10,7 @@ from grpo_megatron.parallel.groups import Groups
 from grpo_megatron.platform import paged_attention
 from grpo_megatron.platform.device import Platform
 from grpo_megatron.platform.kernels import choose_kernels
-from grpo_megatron.rollout.base import EngineCapabilities
+from grpo_megatron.rollout.base import EngineCapabilities, EnginePlace
 from grpo_megatron.rollout.megatron.admission import Admission, Limits
 from grpo_megatron.rollout.megatron.cache import CacheShape, KeyValueCache
 from grpo_megatron.rollout.megatron.context import StepContext
@@ -79,11 +79,16 @@ def build_megatron_engine(
         cache=cache,
         admission=Admission(limits),
         lockstep=Lockstep(groups),
-        is_leader=groups.is_model_leader,
+        place=engine_place(groups),
         vocab_size=description.vocab_size,
         decode=tokenizer_decode,
         capabilities=EngineCapabilities(shares_training_modules=True, refusals=_REFUSALS),
     )
+
+
+def engine_place(groups: Groups) -> EnginePlace:
+    """One engine per replica: every model-parallel group runs on its own modules."""
+    return EnginePlace(groups.replica, groups.num_replicas, groups.is_model_leader)
 
 
 def _block_tokens(uses_flash: bool) -> int:

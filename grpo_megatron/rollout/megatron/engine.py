@@ -11,6 +11,7 @@ from grpo_megatron.rollout.base import (
     EngineCapabilities,
     EngineHealth,
     EnginePart,
+    EnginePlace,
     EngineStats,
     RequestSource,
     RolloutRequest,
@@ -30,6 +31,9 @@ IDLE_SECONDS = 0.01
 class MegatronEngine:
     """See `rollout.base.RolloutEngine`. Every rank of a model-parallel group calls every method, in the same order."""
 
+    needs_weights = False
+    """They are the trainer's."""
+
     def __init__(
         self,
         *,
@@ -38,7 +42,7 @@ class MegatronEngine:
         cache: KeyValueCache,
         admission: Admission,
         lockstep: Lockstep,
-        is_leader: bool,
+        place: EnginePlace,
         vocab_size: int,
         decode: Callable[[Sequence[int]], str],
         capabilities: EngineCapabilities,
@@ -49,7 +53,7 @@ class MegatronEngine:
         self._cache = cache
         self._admission = admission
         self._lockstep = lockstep
-        self._is_leader = is_leader
+        self.place = place
         self._vocab_size = vocab_size
         self._decode = decode
         self._policy_version = 0
@@ -146,7 +150,7 @@ class MegatronEngine:
             # The reader gave up between two steps. Ranks that go on hear it instead of the next step's commands.
             if not is_over:
                 closed = Commands("failed", error="rollout: the leader closed the stream")
-                self._lockstep.share_commands(closed if self._is_leader else None)
+                self._lockstep.share_commands(closed if self.place.is_leader else None)
             raise
         finally:
             self._admission.abort_all()
@@ -154,7 +158,7 @@ class MegatronEngine:
 
     def _next_commands(self, requests: RequestSource, exhausted: bool) -> Commands | None:
         """On the leader: what to do before the next step."""
-        if not self._is_leader:
+        if not self.place.is_leader:
             return None
         aborted, self._abort_wanted = tuple(sorted(self._abort_wanted)), set()
         room = 0 if exhausted else self._admission.num_free_rows

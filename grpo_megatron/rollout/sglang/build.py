@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.config.schema import Config
+from grpo_megatron.families.base import ModelDescription
+from grpo_megatron.families.counting import count_parameters
 from grpo_megatron.platform.device import Platform
 from grpo_megatron.rollout.base import EnginePlace
 from grpo_megatron.rollout.sglang.arguments import server_arguments
-from grpo_megatron.rollout.sglang.engine import EngineLimits, SglangEngine
+from grpo_megatron.rollout.sglang.engine import EngineLimits, EngineMemory, SglangEngine
 from grpo_megatron.rollout.sglang.life import EngineLife
 from grpo_megatron.rollout.sglang.process import EngineProcess, EngineSettings
 
@@ -50,9 +52,9 @@ def build_sglang_engine(
     config: Config,
     group: EngineGroup,
     platform: Platform,
+    description: ModelDescription,
     *,
     decode: Callable[[Sequence[int]], str],
-    vocab_size: int,
     max_sequence_tokens: int,
     logs: Path,
     say: Callable[[str], None],
@@ -70,12 +72,14 @@ def build_sglang_engine(
     limits = EngineLimits(
         max_concurrent_rollouts=rollout.max_concurrent_rollouts,
         max_sequence_tokens=max_sequence_tokens,
-        vocab_size=vocab_size,
+        vocab_size=description.vocab_size,
         stall_seconds=rollout.engine_stall_seconds,
     )
-    if not place.is_leader:
-        return SglangEngine(None, place, limits, decode=decode)
     on_cpu = platform.kind == "cpu"
+    cache_tokens = rollout.max_concurrent_rollouts * max_sequence_tokens + RESERVED_CACHE_TOKENS
+    memory = _memory(config, description, cache_tokens, group.tensor, frees_memory=not on_cpu)
+    if not place.is_leader:
+        return SglangEngine(None, place, limits, memory, decode=decode)
 
     def start(num_starts: int) -> EngineProcess:
         arguments = server_arguments(
@@ -86,7 +90,7 @@ def build_sglang_engine(
             first_device=group.local_rank,
             # A restarted server must not repeat the draws of the one before.
             seed=config.run.seed + place.index + num_starts * place.num_engines,
-            cache_tokens=rollout.max_concurrent_rollouts * max_sequence_tokens + RESERVED_CACHE_TOKENS,
+            cache_tokens=cache_tokens,
         )
         settings = EngineSettings(
             arguments,
@@ -100,7 +104,18 @@ def build_sglang_engine(
 
     life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say)
     life.wait_until_ready()
-    return SglangEngine(life, place, limits, decode=decode)
+    return SglangEngine(life, place, limits, memory, decode=decode)
+
+
+def _memory(
+    config: Config, description: ModelDescription, cache_tokens: int, tensor: int, *, frees_memory: bool
+) -> EngineMemory:
+    """Of one device of the engine."""
+    item_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    heads = max(1, description.num_key_value_heads // tensor)
+    token_bytes = 2 * description.num_layers * heads * description.head_size * item_bytes
+    weight_bytes = count_parameters(description) * item_bytes // tensor
+    return EngineMemory(weight_bytes, cache_tokens * token_bytes, frees_memory)
 
 
 def _threads(group: EngineGroup) -> int:

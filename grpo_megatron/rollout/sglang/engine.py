@@ -1,6 +1,7 @@
 """SGLang as a rollout engine: tickets in, rollouts out, through a server that may die at any moment."""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,6 +38,16 @@ class EngineLimits:
     """After this silence a server is probed, and an answer that is silent beside a server that talks is asked anew."""
 
 
+@dataclass(frozen=True)
+class EngineMemory:
+    """What one device holds for the engine."""
+
+    weight_bytes: int
+    cache_bytes: int
+    frees_memory: bool
+    """Parts that sleep give it back; SGLang cannot do that on a CPU."""
+
+
 @dataclass
 class _Work:
     """One answer that is wanted."""
@@ -63,19 +74,20 @@ class SglangEngine:
         decode: token ids to text without special tokens.
     """
 
-    capabilities = EngineCapabilities(shares_training_modules=False)
-
     def __init__(
         self,
         life: EngineLife | None,
         place: EnginePlace,
         limits: EngineLimits,
+        memory: EngineMemory,
         *,
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         assert (life is not None) == place.is_leader
+        self.capabilities = EngineCapabilities(shares_training_modules=False, frees_memory=memory.frees_memory)
         self.life = life
         self.place = place
+        self.weight_bytes, self.cache_bytes = memory.weight_bytes, memory.cache_bytes
         self._limits = limits
         self._decode = decode
         self._stats = EngineStats(0, 0, 0.0, 0)
@@ -93,7 +105,8 @@ class SglangEngine:
         if life is None:
             return
         assert not life.asleep, f"generate while {', '.join(sorted(life.asleep))} of the engine sleep"
-        assert life.version != NO_VERSION, "generate before a version was published"
+        if life.version == NO_VERSION:
+            raise EngineRestarted("the engine has no version of the policy yet", ())
         waiting: deque[_Work] = deque()
         begin = time.monotonic()
         reason = None
@@ -132,8 +145,10 @@ class SglangEngine:
             self.life.wake(parts)
 
     def set_version(self, policy_version: int) -> None:
+        """A server that is gone by now is found when it is asked to generate."""
         if self.life is not None:
-            self.life.set_version(policy_version)
+            with contextlib.suppress(EngineFailure):
+                self.life.set_version(policy_version)
 
     def health(self) -> EngineHealth:
         """Whether the server answers, and the version that it says it serves."""

@@ -71,18 +71,35 @@ class EngineLife:
         return int(self.control.get("/model_info")["weight_version"])
 
     def sleep(self, parts: Sequence[EnginePart]) -> None:
-        """Raises EngineFailure. What slept is lost: weights until the next publish, the cache for good."""
+        """Give their memory back. Weights that slept come back with the next publish, the cache is made anew.
+
+        A server that does not do it is killed, so that its memory is free in any case; `wake` starts another.
+        """
         falling = sorted(set(parts) - self._asleep)
-        if falling:
+        if not falling or not self.process.is_running:
+            return
+        try:
             self.control.post("/release_memory_occupation", {"tags": falling})
             self._asleep |= set(falling)
+            if "weights" in falling:
+                self.version = NO_VERSION
+        except EngineFailure as failure:
+            self._say(f"the engine does not sleep and is ended: {failure}")
+            self.version = NO_VERSION
+            self.process.kill()
 
     def wake(self, parts: Sequence[EnginePart]) -> None:
-        """Raises EngineFailure."""
-        rising = sorted(set(parts) & self._asleep)
-        if rising:
-            self.control.post("/resume_memory_occupation", {"tags": rising})
-            self._asleep -= set(rising)
+        """Raises EngineFailure: no server can be started in place of one that does not wake."""
+        try:
+            rising = sorted(set(parts) & self._asleep)
+            if not self.process.is_running:
+                raise EngineFailure("its process has ended")
+            if rising:
+                self.control.post("/resume_memory_occupation", {"tags": rising})
+                self._asleep -= set(rising)
+        except EngineFailure as failure:
+            self._replace(str(failure))
+            self.wait_until_ready()
 
     def close(self) -> None:
         self.process.close()
