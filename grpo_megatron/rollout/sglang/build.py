@@ -2,50 +2,16 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.families.base import ModelDescription
-from grpo_megatron.families.counting import count_parameters
 from grpo_megatron.platform.device import Platform
-from grpo_megatron.rollout.base import EnginePlace
 from grpo_megatron.rollout.sglang.arguments import server_arguments
 from grpo_megatron.rollout.sglang.engine import EngineLimits, EngineMemory, SglangEngine
 from grpo_megatron.rollout.sglang.life import EngineLife
+from grpo_megatron.rollout.sglang.plan import EngineGroup, plan_engines
 from grpo_megatron.rollout.sglang.process import EngineProcess, EngineSettings
-
-RESERVED_CACHE_TOKENS = 64
-"""Beside those of the answers: the probe's, and what rounding to pages takes."""
-
-
-@dataclass(frozen=True)
-class EngineGroup:
-    """Ranks that share one engine: neighbours on one machine, as many as its tensor-parallel size.
-
-    Example: rank 5 of 8 ranks on machines of four, engines of two.
-        >>> EngineGroup(rank=5, local_rank=1, local_world_size=4, world_size=8, tensor=2).place
-        EnginePlace(index=2, num_engines=4, is_leader=False)
-    """
-
-    rank: int
-    local_rank: int
-    local_world_size: int
-    world_size: int
-    tensor: int
-
-    @property
-    def place(self) -> EnginePlace:
-        return EnginePlace(self.rank // self.tensor, self.world_size // self.tensor, self.rank % self.tensor == 0)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        first = self.rank - self.rank % self.tensor
-        return tuple(range(first, first + self.tensor))
-
-    @property
-    def num_engines_here(self) -> int:
-        return max(1, self.local_world_size // self.tensor)
 
 
 def build_sglang_engine(
@@ -76,8 +42,15 @@ def build_sglang_engine(
         stall_seconds=rollout.engine_stall_seconds,
     )
     on_cpu = platform.kind == "cpu"
-    cache_tokens = rollout.max_concurrent_rollouts * max_sequence_tokens + RESERVED_CACHE_TOKENS
-    memory = _memory(config, description, cache_tokens, group.tensor, frees_memory=not on_cpu)
+    plan = plan_engines(
+        config,
+        description,
+        tensor=group.tensor,
+        ranks_per_machine=group.local_world_size,
+        cores=len(os.sched_getaffinity(0)),
+        max_sequence_tokens=max_sequence_tokens,
+    )
+    memory = EngineMemory(plan.weight_bytes, plan.cache_bytes, frees_memory=not on_cpu)
     if not place.is_leader:
         return SglangEngine(None, place, limits, memory, decode=decode)
 
@@ -90,14 +63,15 @@ def build_sglang_engine(
             first_device=group.local_rank,
             # A restarted server must not repeat the draws of the one before.
             seed=config.run.seed + place.index + num_starts * place.num_engines,
-            cache_tokens=cache_tokens,
+            cache_tokens=plan.cache_tokens,
         )
         settings = EngineSettings(
             arguments,
             logs / f"engine-{place.index}.log",
             on_cpu=on_cpu,
-            threads=rollout.engine_threads or _threads(group),
+            threads=plan.threads,
             deadline_seconds=config.run.start_deadline_seconds,
+            answer_seconds=rollout.engine_stall_seconds,
             **({} if rollout.python is None else {"python": Path(rollout.python)}),
         )
         return EngineProcess(settings)
@@ -105,19 +79,3 @@ def build_sglang_engine(
     life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say)
     life.wait_until_ready()
     return SglangEngine(life, place, limits, memory, decode=decode)
-
-
-def _memory(
-    config: Config, description: ModelDescription, cache_tokens: int, tensor: int, *, frees_memory: bool
-) -> EngineMemory:
-    """Of one device of the engine."""
-    item_bytes = 2 if config.model.dtype == "bfloat16" else 4
-    heads = max(1, description.num_key_value_heads // tensor)
-    token_bytes = 2 * description.num_layers * heads * description.head_size * item_bytes
-    weight_bytes = count_parameters(description) * item_bytes // tensor
-    return EngineMemory(weight_bytes, cache_tokens * token_bytes, frees_memory)
-
-
-def _threads(group: EngineGroup) -> int:
-    """The cores of this machine, shared by all tensor-parallel ranks of its engines: trainers wait meanwhile."""
-    return max(1, len(os.sched_getaffinity(0)) // (group.num_engines_here * group.tensor))
