@@ -1,0 +1,223 @@
+"""Paged attention in torch, behind the two operators that SGLang's CPU attention backend calls.
+
+Buffers are [slots, heads, size]; `req_to_token` [requests, positions] holds the slot of each token. Decoding gathers
+the slots of all requests into one padded batch and makes a single call; extending makes one call per request. Which
+slots, and the masks, are the same in every layer and computed once per forward.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class DecodePlan(NamedTuple):
+    """One token per request: the slots it sees, padded to the longest."""
+
+    slots: torch.Tensor  # [batch x longest]
+    longest: int
+    mask: torch.Tensor | None  # bool [batch, 1, 1, longest]
+
+
+class ExtendPlan(NamedTuple):
+    """The new tokens of one request."""
+
+    start: int
+    """Of its rows among all new tokens."""
+    num_new: int
+    num_before: int
+    slots: torch.Tensor  # [num_before + num_new]
+    mask: torch.Tensor | None  # bool [num_new, num_before + num_new]
+    is_causal: bool
+    """The mask is the plain triangle, which needs no tensor."""
+
+
+class _OncePerForward:
+    """Remembers the last value of a function of tensors.
+
+    The tensors are kept, so that no other can take their identity, and their version counters compared, so that a
+    write in place is noticed. Inference tensors have no counter and are computed anew.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._key: list[Any] = []
+        self._arguments: tuple[Any, ...] = ()
+        self._value: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if any(isinstance(one, torch.Tensor) and one.is_inference() for one in arguments):
+            return self._function(*arguments)
+        key = [(id(one), one._version) if isinstance(one, torch.Tensor) else one for one in arguments]
+        if key != self._key:
+            self._value = self._function(*arguments)
+            self._key, self._arguments = key, arguments
+        return self._value
+
+
+def plan_decode(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, window: int
+) -> DecodePlan:
+    """Slots and mask for one new token per request; `window` counts the token itself, 0 or less is no window."""
+    longest = int(seq_lens.max())
+    slots = req_to_token[req_pool_indices, :longest].long().reshape(-1)
+    if int(seq_lens.min()) == longest and window <= 0:
+        return DecodePlan(slots, longest, None)
+    position = torch.arange(longest)
+    mask = position < seq_lens[:, None]
+    if window > 0:
+        mask &= position >= seq_lens[:, None] - window
+    return DecodePlan(slots, longest, mask[:, None, None, :])
+
+
+def plan_extend(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    extend_start_loc: torch.Tensor,
+    window: int,
+    tree_mask: torch.Tensor | None,
+    is_causal: bool,
+) -> list[ExtendPlan]:
+    """Slots and masks of every request that has new tokens. `tree_mask`: a square of the new tokens per request."""
+    plans, place = [], 0
+    columns = (req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc)
+    for row, length, num_new, start in zip(*(column.tolist() for column in columns), strict=True):
+        before, mask = length - num_new, None
+        if num_new == 0:
+            continue
+        if tree_mask is not None:
+            square = tree_mask.view(-1)[place : place + num_new * num_new].view(num_new, num_new).bool()
+            mask = torch.cat([torch.ones(num_new, before, dtype=torch.bool), square], dim=1)
+            place += num_new * num_new
+        elif is_causal and (window > 0 or (num_new > 1 and before > 0)):
+            mask = torch.ones(num_new, length, dtype=torch.bool).tril(before)
+        if window > 0 and is_causal:
+            mask = mask & torch.ones(num_new, length, dtype=torch.bool).triu(before - window + 1)
+        plain = is_causal and mask is None and before == 0
+        plans.append(ExtendPlan(start, num_new, before, req_to_token[row, :length].long(), mask, plain))
+    return plans
+
+
+_decode_plan, _extend_plan = _OncePerForward(plan_decode), _OncePerForward(plan_extend)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    o: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    loc: torch.Tensor,
+    attn_logits: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    logit_cap: float,
+    is_cross: bool,
+    sliding_window: int,
+    encoder_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attention of one new token per request into `o`; writes its key and value to slot `loc` first."""
+    _refuse(is_cross, sinks, logit_cap, k_buffer)
+    shared = k_buffer.data_ptr() == v_buffer.data_ptr()  # MLA: values are the leading part of the keys
+    if k is not None:
+        slots = loc.long()
+        k_buffer.index_copy_(0, slots, k.reshape(-1, *k_buffer.shape[1:]).to(k_buffer.dtype))
+        if not shared:
+            v_buffer.index_copy_(0, slots, v.reshape(-1, *v_buffer.shape[1:]).to(v_buffer.dtype))
+    plan = _decode_plan(req_to_token, req_pool_indices, seq_lens, sliding_window)
+    batch, heads, size = q.shape
+    keys = _gather(k_buffer, plan.slots, batch, plan.longest, q.dtype)
+    values = keys[..., : v_buffer.shape[-1]] if shared else _gather(v_buffer, plan.slots, batch, plan.longest, q.dtype)
+    groups = keys.shape[1]  # queries that share a key head take the place of query positions
+    query = q.view(batch, groups, heads // groups, size)
+    out = scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask, scale=sm_scale)
+    o.copy_(out.reshape(o.shape))
+
+
+def extend_attention(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    o: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    extend_start_loc: torch.Tensor,
+    max_len_extend: int,
+    sm_scale: float,
+    logit_cap: float,
+    is_cross: bool,
+    sliding_window: int,
+    encoder_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    is_causal: bool = True,
+) -> None:
+    """Attention of many new tokens per request into `o`; they are in the cache already."""
+    _refuse(is_cross, sinks, logit_cap, k_buffer)
+    plans = _extend_plan(
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        extend_seq_lens,
+        extend_start_loc,
+        sliding_window,
+        tree_mask,
+        is_causal,
+    )
+    for plan in plans:
+        keys, values = _all_tokens(k, k_buffer, plan, q.dtype), _all_tokens(v, v_buffer, plan, q.dtype)
+        rows = slice(plan.start, plan.start + plan.num_new)
+        query = q[rows].transpose(0, 1)[None]
+        out = scaled_dot_product_attention(
+            query, keys, values, attn_mask=plan.mask, is_causal=plan.is_causal, scale=sm_scale, enable_gqa=True
+        )
+        o[rows] = out[0].transpose(0, 1)
+
+
+def _refuse(is_cross: bool, sinks: torch.Tensor | None, logit_cap: float, k_buffer: torch.Tensor) -> None:
+    if is_cross or sinks is not None or logit_cap or k_buffer.dtype.itemsize < 2:
+        raise ValueError(
+            "attention without a GPU has no cross attention, no attention sinks, no logit capping and no key-value "
+            "cache of 8 bits"
+        )
+
+
+def _gather(buffer: torch.Tensor, slots: torch.Tensor, batch: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """[slots, heads, size] -> a view [batch, heads, length, size] of a copy of these slots."""
+    heads, size = buffer.shape[1:]
+    if buffer.is_contiguous():  # rows of one dimension are copied faster
+        rows = buffer.view(-1, heads * size).index_select(0, slots)
+    else:  # MLA: the values are a slice of the keys
+        rows = buffer.index_select(0, slots)
+    return rows.view(batch, length, heads, size).transpose(1, 2).to(dtype)
+
+
+def _all_tokens(new: torch.Tensor | None, buffer: torch.Tensor, plan: ExtendPlan, dtype: torch.dtype) -> torch.Tensor:
+    """[1, heads, length, size]: earlier tokens from the cache, new ones from the arguments.
+
+    MLA without earlier tokens passes whole heads, while the cache holds what they are made from. Layers that share
+    another layer's cache pass nothing.
+    """
+    if new is None:
+        return _gather(buffer, plan.slots, 1, len(plan.slots), dtype)
+    size = new.shape[-1] if new.dim() == 3 else buffer.shape[-1]
+    rows = new[plan.start : plan.start + plan.num_new]
+    fresh = rows.view(plan.num_new, -1, size).transpose(0, 1)[None]
+    if plan.num_before == 0:
+        return fresh
+    return torch.cat([_gather(buffer, plan.slots[: plan.num_before], 1, plan.num_before, dtype), fresh], dim=2)
