@@ -48,7 +48,17 @@ FLOORS = {
     "utils": 0,
 }
 
-TORCH_FREE = ("batch", "config", "data", "families", "rewards", "parallel/grid", "rollout/base", "memory/base")
+TORCH_FREE = (
+    "batch",
+    "config",
+    "data",
+    "families",
+    "memory/base",
+    "parallel/grid",
+    "rewards",
+    "rollout/base",
+    "rollout/sglang/plan",
+)
 """Folders and files that work where no deep-learning library is installed, directly and by what they import."""
 HEAVY_LIBRARIES = ("torch", "megatron", "transformers", "sglang", "vllm")
 HEAVY_ALLOWED = {

@@ -1,11 +1,12 @@
 """What a configuration means, before anything starts: values and where they come from, layout, memory, refusals.
 
-    python tools/check_config.py FILE [key.path=value ...] [--world-size N]
+    python tools/check_config.py FILE [key.path=value ...] [--world-size N] [--ranks-per-machine M]
 
 Imports no deep-learning library. Exit codes: 0 it can run, 1 refused, 2 wrong usage.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from grpo_megatron.config.options import find_options, is_pass_through, value_at
 from grpo_megatron.config.problems import ConfigError, Problem, format_problems
 from grpo_megatron.config.resolved import fingerprint
 from grpo_megatron.config.schema import Config
+from grpo_megatron.config.sglang_package import find_sglang
 from grpo_megatron.families.base import ModelDescription
 from grpo_megatron.families.counting import RankBytes, count_parameters
 from grpo_megatron.parallel.grid import RankGrid
+from grpo_megatron.rollout.sglang.plan import EnginePlan, plan_engines
 from grpo_megatron.scheduler.checks import check_start
-from grpo_megatron.scheduler.phases import PHASES, GroupName
+from grpo_megatron.scheduler.phases import PHASES, PHASES_WITH_ENGINE_WEIGHTS, GroupName
 
 _MOST_RANKS_SHOWN = 16
 
@@ -32,6 +35,7 @@ class Request:
     file: Path
     overrides: tuple[str, ...]
     world_size: int | None
+    ranks_per_machine: int | None
 
 
 def main(arguments: list[str]) -> int:
@@ -43,14 +47,18 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return _conclude(error.problems)
     config = loaded.config
-    check = check_start(loaded, world_size=request.world_size)
+    check = check_start(loaded, world_size=request.world_size, ranks_per_machine=request.ranks_per_machine)
     print("\n".join(_describe_values(loaded)))
     if check.grid is not None:
         print("\n".join(_describe_ranks(check.grid, is_given=request.world_size is not None)))
         print("\n".join(_describe_batch(config, check.grid)))
+        engines = None
         if check.model is not None:
             print("\n".join(_describe_model(config, check.model, list(check.stages))))
-        print("\n".join(_describe_phases(config, list(check.stages))))
+            if config.modules.rollout.engine == "sglang":
+                engines = _plan(config, check.model, request.ranks_per_machine or check.grid.world_size)
+                print("\n".join(_describe_engines(config, engines)))
+        print("\n".join(_describe_phases(config, list(check.stages), engines)))
     problems = list(check.problems)
     if problems:
         print(flush=True)
@@ -60,16 +68,17 @@ def main(arguments: list[str]) -> int:
 
 def _parse(arguments: list[str]) -> Request:
     parser = argparse.ArgumentParser(
-        usage="check_config.py FILE [key.path=value ...] [--world-size N]",
+        usage="check_config.py FILE [key.path=value ...] [--world-size N] [--ranks-per-machine M]",
         description="Say what a configuration means, without starting anything.",
         epilog="FILE is YAML, for instance examples/seed.yaml; key.path=value replaces a value of the file.",
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--world-size", type=_positive, metavar="N", help="ranks that torchrun will start")
+    parser.add_argument("--ranks-per-machine", type=_positive, metavar="M", help="default: all of them are on one")
     options = parser.parse_intermixed_args(arguments)
     if not options.words:
         parser.error("FILE is missing")
-    return Request(Path(options.words[0]), tuple(options.words[1:]), options.world_size)
+    return Request(Path(options.words[0]), tuple(options.words[1:]), options.world_size, options.ranks_per_machine)
 
 
 def _positive(text: str) -> int:
@@ -163,7 +172,48 @@ def _describe_model(config: Config, model: ModelDescription, stages: list[RankBy
         )
 
 
-def _describe_phases(config: Config, stages: list[RankBytes]) -> Iterator[str]:
+def _plan(config: Config, model: ModelDescription, ranks_per_machine: int) -> EnginePlan:
+    rollout = config.modules.rollout
+    return plan_engines(
+        config,
+        model,
+        tensor=rollout.tensor or config.parallel.tensor,
+        ranks_per_machine=ranks_per_machine,
+        cores=len(os.sched_getaffinity(0)),
+        max_sequence_tokens=_longest_sequence(config),
+    )
+
+
+def _longest_sequence(config: Config) -> int:
+    answers = (config.modules.rollout.max_new_tokens, config.monitor.evaluation_max_new_tokens or 0)
+    return config.data.max_prompt_tokens + max(answers)
+
+
+def _describe_engines(config: Config, plan: EnginePlan) -> Iterator[str]:
+    """Engines in processes of their own."""
+    rollout = config.modules.rollout
+    version = find_sglang(rollout.python).version or "not installed"
+    threads = "" if rollout.engine_threads else f" of this machine's {len(os.sched_getaffinity(0))} cores"
+    where = f" in {rollout.python}" if rollout.python else ""
+    yield f"\nengines: {plan.num_engines} on a machine, tensor {plan.tensor}, sglang {version}{where}"
+    yield f"  each rank of an engine: {_counted(plan.threads, 'thread')}{threads}, weights {_bytes(plan.weight_bytes)},"
+    yield f"    keys and values {_bytes(plan.cache_bytes)}"
+    yield (
+        f"  each engine: {_counted(rollout.max_concurrent_rollouts, 'answer')} at once, room for at most "
+        f"{plan.cache_tokens:,} tokens (longest prompt and answer {_longest_sequence(config)})"
+    )
+    yield (
+        f"  silent for {rollout.engine_stall_seconds:g} s and no answer to a probe: it hangs;"
+        f" {_counted(rollout.max_engine_restarts, 'restart')} in a run"
+    )
+    yield f"  a publish sends pieces of at most {_bytes(rollout.publish_bucket_bytes)}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _describe_phases(config: Config, stages: list[RankBytes], engines: EnginePlan | None) -> Iterator[str]:
     """What each phase needs, with the bytes on the fullest rank where the model is known."""
     fullest = max(stages, key=lambda stage: stage.total, default=None)
     groups: dict[GroupName, int | None] = dict.fromkeys(
@@ -174,11 +224,12 @@ def _describe_phases(config: Config, stages: list[RankBytes]) -> Iterator[str]:
         groups["optimizer_masters"], groups["optimizer_moments"] = fullest.masters, fullest.moments
     if "reference_model" in config.modules.inference.models:
         groups["reference_parameters"] = groups["policy_parameters"]
+    needs = PHASES if config.modules.rollout.engine == "megatron" else PHASES_WITH_ENGINE_WEIGHTS
+    groups["engine_weights"] = None if engines is None else engines.weight_bytes
+    groups["kv_cache"] = None if engines is None else engines.cache_bytes
     yield f"\nphases ({config.schedule_mode}; {_offload_in_words(config)})"
     for number, phase in enumerate(config.schedule.order, start=1):
-        needed = [group for group in groups if group in PHASES[phase]]
-        if "kv_cache" in PHASES[phase]:
-            needed.append("kv_cache")
+        needed = [group for group in groups if group in needs[phase]]
         shown = [f"{group} {_bytes(size)}" if (size := groups.get(group)) is not None else group for group in needed]
         beside = "  beside it: rewards" if phase == "rollout" and "rewards" in config.schedule.overlap else ""
         yield f"  {number} {phase:8} needs {', '.join(shown)}{beside}"

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.config import availability
+from grpo_megatron.config.sglang_package import SglangPackage
+from tools import check_config
 from tools.check_config import main
 
 pytestmark = pytest.mark.unit
@@ -121,6 +124,44 @@ def test_the_seed_file_is_explained_and_refused_with_exit_1(check: Check) -> Non
     assert "batch: 16 prompts x 16 answers = 256 rollouts a step" in result.output
 
 
+def test_engines_in_processes_of_their_own_are_explained(
+    check: Check, ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ready.parent / "sglang"
+    package.mkdir()
+    (package / "_version.py").write_text("__version__ = '9.8.7'\n")
+    for place in (check_config, availability):
+        monkeypatch.setattr(place, "find_sglang", lambda python: SglangPackage(package))
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(12)))
+    settings = ["modules.rollout.engine=sglang", "modules.rollout.tensor=2", "modules.rollout.max_engine_restarts=1"]
+    settings += ["modules.rollout.max_concurrent_rollouts=10", "modules.rollout.publish_bucket_bytes=1000000"]
+    result = check(str(ready), *settings, "--world-size", "8", "--ranks-per-machine", "4")
+    assert (result.code, result.errors) == (0, "")
+    lines = [line.strip() for line in result.output.splitlines()]
+    assert "engines: 2 on a machine, tensor 2, sglang 9.8.7" in lines
+    # 134,515,008 numbers of two bytes on two ranks; 10 x (1024 + 512) + 64 tokens, each with a key and a value in
+    # 30 layers: one of three heads of 64 numbers of two bytes.
+    cache = (10 * 1536 + 64) * 2 * 30 * 1 * 64 * 2
+    assert f"each rank of an engine: 3 threads of this machine's 12 cores, weights {134_515_008 / 1e6:.3g} MB," in lines
+    assert f"keys and values {cache / 1e6:.3g} MB" in lines
+    room = "each engine: 10 answers at once, room for at most 15,424 tokens (longest prompt and answer 1536)"
+    assert room in lines
+    assert "silent for 60 s and no answer to a probe: it hangs; 1 restart in a run" in lines
+    assert "a publish sends pieces of at most 1 MB" in lines
+    assert any(line.startswith("1 rollout  needs engine_weights 135 MB, kv_cache 118 MB") for line in lines)
+    assert any(line.startswith("4 publish  needs policy_parameters 269 MB, engine_weights 135 MB") for line in lines)
+
+
+def test_engines_that_do_not_fit_on_a_machine_are_refused(
+    check: Check, ready: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(availability, "find_sglang", lambda python: SglangPackage(ready))
+    settings = ["modules.rollout.engine=sglang", "modules.rollout.tensor=4"]
+    result = check(str(ready), *settings, "--world-size", "4", "--ranks-per-machine", "2")
+    assert result.code == 1
+    assert "engines of 4 ranks cannot share the 2 ranks of a machine" in result.errors
+
+
 def test_mistakes_are_listed_with_exit_1(check: Check, tmp_path: Path) -> None:
     file = tmp_path / "typo.yaml"
     file.write_text("run:\n  stepz: 5\nmodel:\n  dtype: half\n")
@@ -152,7 +193,7 @@ def test_a_model_of_an_unknown_kind_is_refused(check: Check, ready: Path) -> Non
 
 
 @pytest.mark.parametrize("arguments", [[], ["x.yaml", "--world-size", "none"], ["x.yaml", "--world-size", "0"],
-                                       ["x.yaml", "--wat"]])  # fmt: skip
+                                       ["x.yaml", "--wat"], ["x.yaml", "--ranks-per-machine", "none"]])  # fmt: skip
 def test_wrong_usage_exits_2(check: Check, arguments: list[str]) -> None:
     result = check(*arguments)
     assert result.code == 2

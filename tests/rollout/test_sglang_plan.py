@@ -7,7 +7,8 @@ import pytest
 
 from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection
 from grpo_megatron.families.describe import describe
-from grpo_megatron.rollout.sglang.plan import EngineGroup, EnginePlan, plan_engines
+from grpo_megatron.rollout.sglang.build import EngineGroup
+from grpo_megatron.rollout.sglang.plan import EnginePlan, plan_engines
 
 pytestmark = pytest.mark.unit
 

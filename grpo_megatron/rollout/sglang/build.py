@@ -2,16 +2,43 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_megatron.config.schema import Config
 from grpo_megatron.families.base import ModelDescription
 from grpo_megatron.platform.device import Platform
+from grpo_megatron.rollout.base import EnginePlace
 from grpo_megatron.rollout.sglang.arguments import server_arguments
 from grpo_megatron.rollout.sglang.engine import EngineLimits, EngineMemory, SglangEngine
 from grpo_megatron.rollout.sglang.life import EngineLife
-from grpo_megatron.rollout.sglang.plan import EngineGroup, plan_engines
+from grpo_megatron.rollout.sglang.plan import EnginePlan, plan_engines
 from grpo_megatron.rollout.sglang.process import EngineProcess, EngineSettings
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Ranks that share one engine: neighbours on one machine, as many as its tensor-parallel size.
+
+    Example: rank 5 of 8 ranks on machines of four, engines of two.
+        >>> EngineGroup(rank=5, local_rank=1, local_world_size=4, world_size=8, tensor=2).place
+        EnginePlace(index=2, num_engines=4, is_leader=False)
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    world_size: int
+    tensor: int
+
+    @property
+    def place(self) -> EnginePlace:
+        return EnginePlace(self.rank // self.tensor, self.world_size // self.tensor, self.rank % self.tensor == 0)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        first = self.rank - self.rank % self.tensor
+        return tuple(range(first, first + self.tensor))
 
 
 def build_sglang_engine(
@@ -42,14 +69,7 @@ def build_sglang_engine(
         stall_seconds=rollout.engine_stall_seconds,
     )
     on_cpu = platform.kind == "cpu"
-    plan = plan_engines(
-        config,
-        description,
-        tensor=group.tensor,
-        ranks_per_machine=group.local_world_size,
-        cores=len(os.sched_getaffinity(0)),
-        max_sequence_tokens=max_sequence_tokens,
-    )
+    plan = _plan(config, description, group, max_sequence_tokens)
     memory = EngineMemory(plan.weight_bytes, plan.cache_bytes, frees_memory=not on_cpu)
     if not place.is_leader:
         return SglangEngine(None, place, limits, memory, decode=decode)
@@ -79,3 +99,14 @@ def build_sglang_engine(
     life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say)
     life.wait_until_ready()
     return SglangEngine(life, place, limits, memory, decode=decode)
+
+
+def _plan(config: Config, description: ModelDescription, group: EngineGroup, max_sequence_tokens: int) -> EnginePlan:
+    return plan_engines(
+        config,
+        description,
+        tensor=group.tensor,
+        ranks_per_machine=group.local_world_size,
+        cores=len(os.sched_getaffinity(0)),  # the machine's: ranks are not bound to cores
+        max_sequence_tokens=max_sequence_tokens,
+    )

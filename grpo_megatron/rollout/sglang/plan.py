@@ -5,35 +5,9 @@ from dataclasses import dataclass
 from grpo_megatron.config.schema import Config
 from grpo_megatron.families.base import ModelDescription
 from grpo_megatron.families.counting import count_parameters
-from grpo_megatron.rollout.base import EnginePlace
 
 RESERVED_CACHE_TOKENS = 64
 """Beside those of the answers: the probe's, and what rounding to pages takes."""
-
-
-@dataclass(frozen=True)
-class EngineGroup:
-    """Ranks that share one engine: neighbours on one machine, as many as its tensor-parallel size.
-
-    Example: rank 5 of 8 ranks on machines of four, engines of two.
-        >>> EngineGroup(rank=5, local_rank=1, local_world_size=4, world_size=8, tensor=2).place
-        EnginePlace(index=2, num_engines=4, is_leader=False)
-    """
-
-    rank: int
-    local_rank: int
-    local_world_size: int
-    world_size: int
-    tensor: int
-
-    @property
-    def place(self) -> EnginePlace:
-        return EnginePlace(self.rank // self.tensor, self.world_size // self.tensor, self.rank % self.tensor == 0)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        first = self.rank - self.rank % self.tensor
-        return tuple(range(first, first + self.tensor))
 
 
 @dataclass(frozen=True)
