@@ -5,12 +5,12 @@ functions of one SGLang version, so it ends the process on any other, and when a
 that and go on without.
 """
 
+import importlib.util
 import inspect
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-import torch
 
 SGLANG_VERSION = "0.5.23"
 
@@ -21,10 +21,10 @@ def activate() -> None:
 
     if not is_cpu():
         return
-    import sgl_kernel
     from sglang.version import __version__
 
-    if not sgl_kernel.__version__.endswith("grpo.megatron.cpu"):
+    kernels = importlib.util.find_spec("sgl_kernel")
+    if kernels is None or kernels.origin != str(Path(__file__).parents[1] / "sgl_kernel.py"):
         return
     if __version__ != SGLANG_VERSION:
         raise SystemExit(f"the kernels for SGLang on a CPU are for SGLang {SGLANG_VERSION}, installed is {__version__}")
@@ -60,11 +60,10 @@ def _serve_attention() -> None:
 
 def _sample_with_seeds() -> None:
     """`sampling_seed` counts always. Upstream ignores it unless inference is deterministic, which no CPU backend is."""
-    from sglang.srt.layers.sampler import register_sampler_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from grpo_megatron_sglang_cpu.sampler import SeededSampler
     from grpo_megatron_sglang_cpu.sampling import seeds_of
+    from sglang.srt.layers.sampler import register_sampler_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def add_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> None:
         seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
@@ -77,9 +76,8 @@ def _sample_with_seeds() -> None:
 
 def _verify_by_sampling() -> None:
     """Speculative decoding draws from the target's distribution; upstream takes the largest logit on every CPU."""
-    from sglang.srt.speculative import eagle_utils
-
     from grpo_megatron_sglang_cpu import sampling, trees
+    from sglang.srt.speculative import eagle_utils
 
     eagle_utils.tree_speculative_sampling_target_only = trees.verify_by_sampling
     eagle_utils.top_k_renorm_prob = sampling.renormalize_top_k
@@ -89,13 +87,11 @@ def _verify_by_sampling() -> None:
 
 def _compute_logits() -> None:
     """`enable_fp32_lm_head` without converting the whole head in each step."""
+    import torch
+    from grpo_megatron_sglang_cpu.head import float32_logits
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from grpo_megatron_sglang_cpu.head import float32_logits
-
-    def compute(
-        original: Callable[..., Any], self: Any, hidden: torch.Tensor, head: Any, *rest: Any, **named: Any
-    ) -> Any:
+    def compute(original: Callable[..., Any], self: Any, hidden: Any, head: Any, *rest: Any, **named: Any) -> Any:
         weight = getattr(head, "weight", None)
         plain = self.use_fp32_lm_head and weight is not None and not hasattr(head, "set_lora")
         if plain and weight.dtype in (torch.bfloat16, torch.float16):
@@ -108,6 +104,7 @@ def _compute_logits() -> None:
 
 def _repair_devices() -> None:
     """Two places that forget that there may be no GPU."""
+    import torch
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

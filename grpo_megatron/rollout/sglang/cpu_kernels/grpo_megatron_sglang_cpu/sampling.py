@@ -89,8 +89,9 @@ def truncate_(
         values, order = probabilities[row].sort(descending=True, stable=True)
         outside = values < values[0] * min_p
         outside[max(top_k, 1) :] = True
-        mass = values.double().cumsum(dim=0)
-        outside |= mass - values > top_p * (mass[-1] if top_p < 1 else torch.inf)
+        if top_p < 1:
+            mass = values.double().cumsum(dim=0)
+            outside |= mass - values >= top_p * mass[-1]
         outside[0] = False
         probabilities[row, order[outside]] = 0
     return probabilities
@@ -107,7 +108,10 @@ def renormalize_top_k(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor
 def renormalize_top_p(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
     """Each row's smallest set of tokens that reaches top_p, with sum 1."""
     ordered, index = probs.sort(dim=-1, descending=True, stable=True)
-    outside = ordered.double().cumsum(dim=-1) - ordered > top_ps.reshape(-1, 1)
+    mass = ordered.double().cumsum(dim=-1)
+    limit = top_ps.reshape(-1, 1).double()
+    outside = mass - ordered >= torch.where(limit < 1, limit * mass[:, -1:], torch.inf)
+    outside[:, 0] = False
     kept = torch.zeros_like(probs).scatter(1, index, ordered.masked_fill(outside, 0))
     return kept / kept.sum(dim=-1, keepdim=True)
 
