@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config.field_types import allowed_types, fits
-from grpo_megatron.config.schema import Config, ModelSection
+from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection
 from grpo_megatron.config.sglang_fields import what_to_set_instead
 from grpo_megatron.config.sglang_package import read_sglang_fields
 from grpo_megatron.rollout.sglang.arguments import RECEIVER, server_arguments
@@ -138,6 +138,22 @@ def test_what_we_set_cannot_be_set_in_the_section_sglang_but_for_a_few_defaults(
     assert {"host", "port", "api_key"} <= set(written)
     passed = {name for name in {*given, *written} if what_to_set_instead(name, fields[name].group) is None}
     assert passed == REPLACEABLE
+
+
+def test_the_keys_of_the_configuration_arrive_as_arguments() -> None:
+    section = RolloutSection(share_prompt_prefix=False, max_concurrent_rollouts=7)
+    model = ModelSection(dtype="float32", output_head_dtype="model")
+    changed = _arguments(Config(model=model, modules=ModulesSection(rollout=section)), on_cpu=True)
+    defaults = _arguments(Config(), on_cpu=True)
+    expected = {
+        "disable_radix_cache": (False, True),
+        "max_running_requests": (64, 7),
+        "dtype": ("bfloat16", "float32"),
+        "enable_fp32_lm_head": (True, False),
+    }
+    assert {name: (defaults[name], changed[name]) for name in changed if changed[name] != defaults[name]} == expected
+    replaced = _arguments(Config(sglang={"attention_backend": "triton", "page_size": 8}), on_cpu=True)
+    assert (replaced["attention_backend"], replaced["page_size"]) == ("triton", 8)
 
 
 def test_every_name_that_is_taken_from_sglang_is_there() -> None:

@@ -39,6 +39,7 @@ def server_arguments(
         "random_seed": seed,
         "max_running_requests": rollout.max_concurrent_rollouts,
         "max_total_tokens": cache_tokens,
+        "disable_radix_cache": not rollout.share_prompt_prefix,
         "schedule_policy": "lpm",  # answers to one prompt wait until its cache is there, and share it
         "stream_interval": STREAM_TOKENS,
         "incremental_streaming_output": True,
