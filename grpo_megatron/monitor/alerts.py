@@ -169,6 +169,16 @@ def _rules(section: MonitorSection, max_error_share: float) -> tuple[_Rule, ...]
             "scorers fail: the reasons are in rollouts/ under `error`; see modules.rewards.timeout_seconds, workers",
         ),
         _Rule(
+            "engine_restarts",
+            "alert",
+            records.ENGINE_RESTARTS,
+            0.0,
+            1,
+            lambda value: value > 0.0,
+            "a rollout engine died or hung and was restarted: logs/engine-N.log says why; it may happen "
+            "modules.rollout.max_engine_restarts times, modules.rollout.engine_stall_seconds is what counts as hung",
+        ),
+        _Rule(
             "no_signal",
             "alert",
             records.SIGNAL_SHARE,

@@ -1,8 +1,8 @@
 """One round of generation on all engines: hand out tickets, stream what ends, wait until everybody is done."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal
 
@@ -10,7 +10,7 @@ from grpo_megatron.batch import Prompt, Rollout
 from grpo_megatron.monitor.progress import Progress
 from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.store import SharedStore
-from grpo_megatron.rollout.base import EngineRestarted, RolloutEngine, SamplingSettings
+from grpo_megatron.rollout.base import EngineRestarted, RolloutEngine, RolloutRequest, SamplingSettings
 from grpo_megatron.rollout.dispatch import (
     ResumedTickets,
     SharedTickets,
@@ -29,6 +29,17 @@ class Generated:
     """Until this rank's engine was done; waiting for the others is extra."""
     num_restarts: int
     """How often an engine of the run was lost and started again meanwhile."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What stays the same when an engine is lost in the middle."""
+
+    name: str
+    end: float
+    """Of the deadline, on the monotonic clock."""
+    prompts: Mapping[str, Prompt]
+    rollouts: list[Rollout] = field(default_factory=list)
 
 
 class Generation:
@@ -79,42 +90,18 @@ class Generation:
             RankFailure: generation failed on another rank.
         """
         begin = time.monotonic()
-        num_shown = 0
-        rollouts: list[Rollout] = []
+        place = self._engine.place
+        round_ = _Round(name, begin + self._deadline_seconds, {prompt.id: prompt for prompt in prompts})
         tickets = source = self._tickets(prompts, num_rollouts, sampling, seed, name)
-        prompts_by_id = {prompt.id: prompt for prompt in prompts}
         num_restarts = 0
         with self._open_progress(name, len(prompts) * num_rollouts) as progress:
-
-            def ended(prompt: Prompt, rollout: Rollout) -> None:
-                nonlocal num_shown
-                if self._engine.place.is_leader:
-                    num_ended = self._store.add(f"{name}/ended", 1)  # on all engines
-                    progress.advance(num_ended - num_shown)
-                    num_shown = num_ended
-                    on_rollout(prompt, rollout)
-
+            ended = self._teller(name, progress, on_rollout)
             for attempt in count():
                 meeting = f"{name}/{attempt}"
-                try:
-                    collect(
-                        self._engine,
-                        source,
-                        on_rollout=ended,
-                        prompts=prompts_by_id,
-                        deadline_seconds=begin + self._deadline_seconds - time.monotonic(),
-                        what=name,
-                        is_leader=self._engine.place.is_leader,
-                        rollouts=rollouts,
-                    )
-                except EngineRestarted as lost:
-                    source = ResumedTickets(lost.unfinished, tickets)
+                unfinished = self._collect(round_, source, ended, meeting)
+                if unfinished is not None:
+                    source = ResumedTickets(unfinished, tickets)
                     self._store.add(f"{meeting}/lost", 1)
-                except Exception as error:
-                    self._store.fail(meeting, str(error))  # the other engines need not wait for the deadline
-                    if isinstance(error, RuntimeError):  # the engine lost rollouts, or cannot be restarted
-                        raise RankFailure(str(error)) from error
-                    raise
                 seconds = time.monotonic() - begin
                 what = f"{name}: end of generation"
                 self._store.meet(meeting, what=what, deadline_seconds=self._deadline_seconds)
@@ -123,8 +110,47 @@ class Generation:
                     break
                 num_restarts += num_lost
                 self._restore_weights()
-        is_leader = self._engine.place.is_leader
-        return Generated(tuple(rollouts) if is_leader else (), seconds, num_restarts)
+        return Generated(tuple(round_.rollouts) if place.is_leader else (), seconds, num_restarts)
+
+    def _collect(
+        self, round_: "_Round", source: TicketQueue, ended: Callable[[Prompt, Rollout], None], meeting: str
+    ) -> Sequence[RolloutRequest] | None:
+        """Let this rank's engine work; returns what it left open if it was lost and is there again, else None."""
+        try:
+            collect(
+                self._engine,
+                source,
+                on_rollout=ended,
+                prompts=round_.prompts,
+                deadline_seconds=round_.end - time.monotonic(),
+                what=round_.name,
+                is_leader=self._engine.place.is_leader,
+                rollouts=round_.rollouts,
+            )
+        except EngineRestarted as lost:
+            return lost.unfinished
+        except Exception as error:
+            self._store.fail(meeting, str(error))  # the other engines need not wait for the deadline
+            if isinstance(error, RuntimeError):  # the engine lost rollouts, or cannot be restarted
+                raise RankFailure(str(error)) from error
+            raise
+        return None
+
+    def _teller(
+        self, name: str, progress: Progress, on_rollout: Callable[[Prompt, Rollout], None]
+    ) -> Callable[[Prompt, Rollout], None]:
+        """Hands each ended rollout on, and shows how many have ended on all engines together."""
+        num_shown = 0
+
+        def ended(prompt: Prompt, rollout: Rollout) -> None:
+            nonlocal num_shown
+            if self._engine.place.is_leader:
+                num_ended = self._store.add(f"{name}/ended", 1)
+                progress.advance(num_ended - num_shown)
+                num_shown = num_ended
+                on_rollout(prompt, rollout)
+
+        return ended
 
     def _tickets(
         self, prompts: Sequence[Prompt], num_rollouts: int, sampling: SamplingSettings, seed: int, name: str

@@ -19,10 +19,10 @@ def train(run: Run) -> None:
             stats = run.updates.apply(batch, step)
 
         with run.phase("publish"):
-            run.weights.publish(version=step + 1)
+            published = run.weights.publish(version=step + 1)
             run.rollouts.start(step + 1)  # async only; nothing in sync mode
 
-        report = run.reporter.report(step, scored, batch, stats)
+        report = run.reporter.report(step, scored, batch, stats, published)
         run.recovery.judge(step, report)  # go on, or stop before a bad version is saved
         run.evaluate_if_due(step + 1)
         run.recovery.settle(step)  # save if it is due, end if a signal asks for it

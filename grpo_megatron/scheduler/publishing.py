@@ -36,11 +36,9 @@ class PolicyWeights:
         self._revive = revive
         self._warn = warn
         self._version = -1
-        self.report: PublishReport | None = None
-        """Of the last publish to all engines; None with the embedded engine."""
 
-    def publish(self, version: int) -> None:
-        """After this every engine samples from `version`. Collective over the world.
+    def publish(self, version: int) -> PublishReport | None:
+        """After this every engine samples from `version`; None with the embedded engine. Collective over the world.
 
         Raises:
             RankFailure: on every rank; the engine says no every time, or cannot be restarted.
@@ -48,9 +46,10 @@ class PolicyWeights:
         self._version = version
         if self._publisher is None:
             self._engine.set_version(version)
-        else:
-            self.report = self._bring(self._publisher, only_lost=False)
-            self._engine.set_version(version)
+            return None
+        report = self._bring(self._publisher, only_lost=False)
+        self._engine.set_version(version)
+        return report
 
     def restore(self) -> None:
         """Bring the current version to engines that were restarted. Collective over the world; raises as `publish`."""

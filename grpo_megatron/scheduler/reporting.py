@@ -15,6 +15,7 @@ from grpo_megatron.scheduler.ledger import Ledger
 from grpo_megatron.scheduler.scores import ScoredStep
 from grpo_megatron.scheduler.updates import StepStats
 from grpo_megatron.utils.spans import PhaseTimer
+from grpo_megatron.weights.publish import PublishReport
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Reporter:
         self._num_steps = num_steps
         self._warn = warn
 
-    def report(self, step: int, scored: ScoredStep, batch: StepBatch, stats: StepStats) -> JudgedStep:
+    def report(
+        self, step: int, scored: ScoredStep, batch: StepBatch, stats: StepStats, published: PublishReport | None
+    ) -> JudgedStep:
         """End the step's clock and tell everybody. Not collective."""
         seconds = self._timer.finish_step()
         values = {
@@ -55,6 +58,7 @@ class Reporter:
             **_group_values(scored, batch),
             **_update_values(stats),
             **_speed_values(scored, stats, seconds.phases.get("update", 0.0)),
+            **_engine_values(scored, published),
         }
         report = StepReport(step + 1, self._num_steps, values, seconds.phases, seconds.total, seconds.nested)
         health = self._rules.judge(report)
@@ -136,6 +140,19 @@ def _group_values(scored: ScoredStep, batch: StepBatch) -> dict[str, float]:
         "reward/workers_replaced": replaced,
         **errors,
         **dropped,
+    }
+
+
+def _engine_values(scored: ScoredStep, published: PublishReport | None) -> dict[str, float]:
+    """Of engines in processes of their own; nothing for the embedded one."""
+    if published is None:
+        return {}
+    return {
+        records.ENGINE_RESTARTS: float(scored.num_restarts),
+        "publish/bytes": float(published.num_bytes),
+        "publish/bytes_per_second": published.num_bytes / published.seconds,
+        "publish/compared_tensors": float(published.num_compared),
+        "publish/peak_extra_bytes": float(published.peak_extra_bytes),
     }
 
 

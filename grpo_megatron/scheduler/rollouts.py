@@ -52,7 +52,7 @@ class SyncRollouts:
             name=f"rollout of step {step + 1}",
             on_rollout=self._submit,
         )
-        return StepRollouts(step, prompts, generated.rollouts, generated.seconds)
+        return StepRollouts(step, prompts, generated.rollouts, generated.seconds, generated.num_restarts)
 
     def start(self, step: int) -> None:
         """Nothing: the policy of that step is not there yet."""

@@ -17,9 +17,11 @@ class StepRollouts:
     prompts: tuple[Prompt, ...]
     """All prompts of the step, in the sampler's order, the same on every rank."""
     rollouts: tuple[Rollout, ...]
-    """Those of this rank's engine, on the leader of its replica; empty elsewhere."""
+    """Those of this rank's engine, on its leader; empty elsewhere."""
     seconds: float
     """How long this rank's engine generated."""
+    num_restarts: int
+    """Engines that were lost meanwhile, of the whole run."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,11 @@ class ScoredStep:
     step: int
     scored: tuple[ScoredRollout, ...]
     rewards: tuple[RewardPoolStats, ...]
-    """One per replica."""
+    """One per engine."""
     rollout_seconds: float
     """Of the slowest engine."""
+    num_restarts: int
+    """Engines that were lost in the rollout."""
 
 
 class Scores:
@@ -74,6 +78,7 @@ class Scores:
             scored=_in_order(step.prompts, [each for part, _, _ in parts for each in part]),
             rewards=tuple(each for _, each, _ in parts if each is not None),
             rollout_seconds=max(seconds for _, _, seconds in parts),
+            num_restarts=step.num_restarts,
         )
 
 

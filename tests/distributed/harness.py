@@ -15,6 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 
 CASE_SECONDS = 120.0
+ENGINE_CASE_SECONDS = 300.0
+"""With engines in processes of their own, which take tens of seconds to start where cores are shared."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,26 @@ class CaseContext:
 class Case:
     name: str
     world_size: int
+    with_engines: bool
+    """Cases with engines of their own process are launched apart from the others."""
     run: Callable[[CaseContext], None]
+
+    @property
+    def seconds(self) -> float:
+        return ENGINE_CASE_SECONDS if self.with_engines else CASE_SECONDS
 
 
 _cases: list[Case] = []
 
 
-def case(*, world_size: int) -> Callable[[Callable[[CaseContext], None]], Callable[[CaseContext], None]]:
+def case(
+    *, world_size: int, with_engines: bool = False
+) -> Callable[[Callable[[CaseContext], None]], Callable[[CaseContext], None]]:
     """Register a case for one world size (use it twice for two)."""
 
     def register(function: Callable[[CaseContext], None]) -> Callable[[CaseContext], None]:
         area = function.__module__.rsplit("cases_", 1)[-1]
-        _cases.append(Case(f"{area}.{function.__name__}", world_size, function))
+        _cases.append(Case(f"{area}.{function.__name__}", world_size, with_engines, function))
         return function
 
     return register
@@ -70,7 +80,8 @@ def run_worker(folder: Path, names: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=CASE_SECONDS))
+    seconds = max(one.seconds for one in all_cases() if one.name in names or not names)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     shared_folder = folder / "shared"
     for current in all_cases():

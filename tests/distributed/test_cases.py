@@ -8,25 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import CASE_SECONDS, Case, all_cases
+from tests.distributed.harness import Case, all_cases
 
 pytestmark = pytest.mark.distributed
-_launched: dict[int, tuple[Path, str]] = {}
+_launched: dict[tuple[int, bool], tuple[Path, str]] = {}
 
 
 @pytest.fixture
 def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
-    """Run all selected cases of a world size in one torchrun; returns its folder and output."""
+    """Run all selected cases of a world size in one torchrun, those with engines in another; returns folder, output."""
 
-    def run(world_size: int) -> tuple[Path, str]:
-        if world_size in _launched:
-            return _launched[world_size]
+    def run(like: Case) -> tuple[Path, str]:
+        world_size, key = like.world_size, (like.world_size, like.with_engines)
+        if key in _launched:
+            return _launched[key]
         selected = [
             item.callspec.params["current"]
             for item in request.session.items
             if "current" in getattr(getattr(item, "callspec", None), "params", {})
         ]
-        names = [case.name for case in selected if case.world_size == world_size]
+        names = [case.name for case in selected if (case.world_size, case.with_engines) == key]
         folder = tmp_path_factory.mktemp(f"world-{world_size}")
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -39,21 +40,21 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=60 + CASE_SECONDS * len(names),
+                timeout=60 + like.seconds * len(names),
                 cwd=Path(__file__).parents[2],
             )
             output = done.stdout
         except subprocess.TimeoutExpired as expired:
             output = f"timed out\n{(expired.stdout or b'').decode(errors='replace')}"
-        _launched[world_size] = (folder, output)
-        return _launched[world_size]
+        _launched[key] = (folder, output)
+        return _launched[key]
 
     return run
 
 
 @pytest.mark.parametrize("current", all_cases(), ids=lambda current: f"world-{current.world_size}-{current.name}")
 def test_case_holds_on_every_rank(current: Case, launch) -> None:  # noqa: ANN001
-    folder, output = launch(current.world_size)
+    folder, output = launch(current)
     for rank in range(current.world_size):
         result = folder / current.name / f"rank-{rank}.json"
         assert result.exists(), f"rank {rank} did not get to the end\n{output[-6000:]}"

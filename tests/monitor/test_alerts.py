@@ -57,6 +57,10 @@ def test_errors_of_rewards_alert_above_the_configured_share():
     assert steps_that_alert(rules(), "REWARD_ERROR_SHARE", [0.5, 0.51]) == [(2, "alert")]
 
 
+def test_every_step_with_a_lost_engine_alerts():
+    assert steps_that_alert(rules(), "ENGINE_RESTARTS", [0.0, 1.0, 0.0, 2.0]) == [(2, "alert"), (4, "alert")]
+
+
 def test_groups_without_signal_alert_after_three_steps_in_a_row():
     shares = [0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]
     assert steps_that_alert(rules(), "SIGNAL_SHARE", shares) == [(6, "alert")]

@@ -30,7 +30,7 @@ def _scored(prompt_id: str, scores: list[float | None], finish: str = "stop") ->
 def _build(scored: list[ScoredRollout], **section) -> StepBatch:  # noqa: ANN003
     settings = PackingSettings(num_replicas=1, num_mini_batches=1, micro_batch_tokens=100)
     batches = Batches(TrainingSection(**section), settings, _OneReplica())  # type: ignore[arg-type]
-    return batches.build(ScoredStep(0, tuple(scored), (), 1.0))
+    return batches.build(ScoredStep(0, tuple(scored), (), 1.0, 0))
 
 
 def test_a_group_without_signal_is_left_out_of_every_denominator() -> None:

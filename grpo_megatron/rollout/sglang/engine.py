@@ -174,15 +174,12 @@ class SglangEngine:
         is_over = False
         while True:
             room = self._limits.max_concurrent_rollouts - len(self._running) - len(waiting)
-            while not is_over and room > 0:
+            if not is_over and room > 0:  # once in a round: what one engine takes at once, the others do not get
                 taken = requests.take(room)
                 is_over = taken is None
                 for request in taken or ():
                     self._refuse_too_long(request)
                     waiting.extend(_Work(request, index) for index in request.members)
-                if not taken:
-                    break
-                room = self._limits.max_concurrent_rollouts - len(self._running) - len(waiting)
             while waiting and len(self._running) < self._limits.max_concurrent_rollouts:
                 self._send(client, waiting.popleft())
             if not self._running:
@@ -190,7 +187,8 @@ class SglangEngine:
                     return
                 await asyncio.sleep(_POLL_SECONDS)
                 continue
-            tick = min(1.0, self._limits.stall_seconds / 4)
+            has_room = not is_over and len(self._running) < self._limits.max_concurrent_rollouts
+            tick = _POLL_SECONDS if has_room else min(1.0, self._limits.stall_seconds / 4)
             done, _ = await asyncio.wait(self._running, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 work = self._running.pop(task)

@@ -161,7 +161,13 @@ class EngineProcess:
 
     def _send_settings(self, arguments: Mapping[str, Any], listening: socket.socket) -> None:
         path = [str(REPOSITORY)] + ([str(CPU_KERNELS)] if self._settings.on_cpu else [])
-        settings = {"arguments": arguments, "socket": listening.fileno(), "path": path, "parent": os.getpid()}
+        settings = {
+            "arguments": arguments,
+            "socket": listening.fileno(),
+            "path": path,
+            "parent": os.getpid(),
+            "fork": self._settings.on_cpu,
+        }
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already: its log says why
             self._process.stdin.write(json.dumps(settings).encode())

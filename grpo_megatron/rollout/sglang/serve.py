@@ -2,7 +2,8 @@
 
 Reads its settings as one JSON object from standard input, so that the token is on no command line: `arguments` (fields
 of SGLang's ServerArgs), `socket` (an inherited listening socket), `path` (folders to look for modules in after all
-others), `parent` (the rank's process id). Imports nothing of this project: the interpreter may be another one.
+others), `parent` (the rank's process id), `fork` (whether SGLang's other processes may be forked). Imports nothing of
+this project: the interpreter may be another one.
 """
 
 import ctypes
@@ -15,6 +16,7 @@ import sys
 
 
 def main() -> None:
+    """Serve until the rank or SGLang ends it."""
     settings = json.load(sys.stdin)
     die_with(settings["parent"])
     with open(os.devnull) as nothing:
@@ -26,6 +28,8 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if settings["fork"]:
+        fork_schedulers()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
 
@@ -48,6 +52,20 @@ def serve_on(listening: socket.socket) -> None:
     import uvicorn
 
     uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listening])  # type: ignore[method-assign]
+
+
+def fork_schedulers() -> None:
+    """On a CPU: SGLang's schedulers and detokenizer come from this process, which has imported everything already.
+
+    SGLang spawns them, since a process that uses CUDA cannot be forked; each spawned one imports for 10 s of CPU time.
+    """
+    import multiprocessing
+
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401 the model files
+
+    choose = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: choose("fork", force=force)
 
 
 if __name__ == "__main__":  # SGLang's schedulers import this file again
