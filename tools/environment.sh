@@ -41,6 +41,10 @@ find_python() {
     fail "needs Python 3.11 (or 3.12) as python3.11 or python3 on the PATH;${seen:- neither is there;} nothing was changed"
 }
 
+has_gpu() {
+    command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus >/dev/null 2>&1
+}
+
 # run_with_progress LOG COMMAND...: a line with the seconds so far while the command writes to LOG; its exit code.
 run_with_progress() {
     local log=$1 start=$SECONDS pid code=0 now=0 next=$heartbeat_seconds
@@ -86,6 +90,14 @@ all_in() {
     done
 }
 
+# pip_install WHAT ARGUMENTS...: into the environment, with progress; explains a failure and ends the script.
+pip_install() {
+    local what=$1
+    shift
+    run_with_progress "$venv/install.log" "$venv/bin/python" -m pip install --no-input --disable-pip-version-check \
+        --progress-bar off --retries 2 "$@" || explain_pip_failure "$venv/install.log" "$what"
+}
+
 # prepare_environment EXTRAS
 prepare_environment() {
     local extras=$1 stamp="$venv/installed" fingerprint have_fingerprint="" have_extras="" word python_command start=$SECONDS
@@ -114,9 +126,7 @@ prepare_environment() {
     rm -f "$stamp"
     echo "environment: installing grpo_megatron[$extras] with the versions of ${constraints#"$root/"} (log: $venv/install.log)"
     # Always under the constraints: anything else may swap a CPU build of torch for a CUDA build.
-    run_with_progress "$venv/install.log" "$venv/bin/python" -m pip install --no-input --disable-pip-version-check \
-        --progress-bar off --retries 2 --constraint "$constraints" --editable "$root[$extras]" ||
-        explain_pip_failure "$venv/install.log" "the installation failed"
+    pip_install "the installation failed" --constraint "$constraints" --editable "$root[$extras]"
     printf '%s %s\n' "$fingerprint" "$extras" >"$stamp"
     echo "environment: installed in $((SECONDS - start)) s"
     exec 9>&-
