@@ -34,7 +34,7 @@ class FakeLife:
         self.reasons: list[str] = []
         self.on_restart: Callable[[], None] = lambda: None
 
-    async def restart(self, reason: str) -> None:
+    def restart(self, reason: str) -> None:
         self.reasons.append(reason)
         self.version = -1
         self.process.is_running = True

@@ -90,6 +90,7 @@ def build_sglang_engine(
             logs / f"engine-{place.index}.log",
             on_cpu=on_cpu,
             threads=plan.threads,
+            cores=_cores(group, plan.threads),
             deadline_seconds=config.run.start_deadline_seconds,
             answer_seconds=rollout.engine_stall_seconds,
             **({} if rollout.python is None else {"python": Path(rollout.python)}),
@@ -99,6 +100,16 @@ def build_sglang_engine(
     life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say)
     life.wait_until_ready()
     return SglangEngine(life, place, limits, memory, decode=decode)
+
+
+def _cores(group: EngineGroup, threads: int) -> tuple[str, ...]:
+    """Neighbouring cores for neighbouring ranks; with more ranks than cores they begin anew."""
+    available = sorted(os.sched_getaffinity(0))
+    first = (group.local_rank - group.local_rank % group.tensor) * threads
+    return tuple(
+        ",".join(str(available[(first + rank * threads + thread) % len(available)]) for thread in range(threads))
+        for rank in range(group.tensor)
+    )
 
 
 def _plan(config: Config, description: ModelDescription, group: EngineGroup, max_sequence_tokens: int) -> EnginePlan:

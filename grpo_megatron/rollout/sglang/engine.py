@@ -126,7 +126,7 @@ class SglangEngine:
                 self._count(num_steps=client.num_pieces, busy_seconds=time.monotonic() - begin)
                 self._client = None
         if reason is not None:
-            await life.restart(reason)
+            life.restart(reason)
             raise EngineRestarted(reason, _as_requests(unfinished))
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The life of one SGLang server: started, restarted within a budget, put to sleep and woken, and what it serves."""
 
-import asyncio
+import re
 from collections.abc import Callable, Sequence
 
 from grpo_megatron.rollout.base import EnginePart
@@ -8,6 +8,8 @@ from grpo_megatron.rollout.sglang.control import Control, EngineFailure
 from grpo_megatron.rollout.sglang.process import EngineProcess
 
 NO_VERSION = -1
+MAX_PORT_ATTEMPTS = 3
+_PORT_TAKEN = re.compile("address already in use|EADDRINUSE", re.IGNORECASE)
 
 
 class EngineLife:
@@ -24,6 +26,7 @@ class EngineLife:
         self._say = say
         self._asleep: set[EnginePart] = set()
         self.num_starts = 0
+        self.num_restarts = 0
         self.version = NO_VERSION
         """What the server serves; NO_VERSION while it has no whole version."""
         self.process = self._begin()
@@ -38,29 +41,37 @@ class EngineLife:
         return frozenset(self._asleep)
 
     def wait_until_ready(self) -> None:
-        """Raises EngineFailure, after the process was ended."""
-        try:
-            self.process.wait_until_ready(lambda seconds: self._say(f"SGLang is starting ({seconds:.0f} s)"))
-        except EngineFailure:
-            self.process.kill()
-            raise
+        """A port that SGLang chose for itself may be taken before it opens it: then it is started anew.
 
-    async def restart(self, reason: str) -> None:
+        Raises:
+            EngineFailure: after the process was ended.
+        """
+        for attempt in range(1, MAX_PORT_ATTEMPTS + 1):
+            try:
+                self.process.wait_until_ready(lambda seconds: self._say(f"SGLang is starting ({seconds:.0f} s)"))
+                return
+            except EngineFailure as failure:
+                self.process.kill()
+                if attempt == MAX_PORT_ATTEMPTS or not _PORT_TAKEN.search(str(failure)):
+                    raise
+                self._say("another program took a port that SGLang had chosen: starting it anew")
+                self.process = self._begin()
+
+    def restart(self, reason: str) -> None:
         """Kill what is left and start anew; the new server has no version until the next publish.
 
         Raises:
             EngineFailure: the budget of restarts is used up, or the server does not start.
         """
         self._replace(reason)
-        await asyncio.to_thread(self.wait_until_ready)
+        self.wait_until_ready()
 
     def revive(self, *, answer_seconds: float = 30.0) -> None:
         """Restart the server if it is gone or does not answer; awake afterwards. Raises EngineFailure."""
         try:
             self.control.get("/model_info", deadline_seconds=answer_seconds)
         except EngineFailure as failure:
-            self._replace(str(failure))
-            self.wait_until_ready()
+            self.restart(str(failure))
 
     def set_version(self, version: int) -> None:
         self.control.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
@@ -98,8 +109,7 @@ class EngineLife:
                 self.control.post("/resume_memory_occupation", {"tags": rising})
                 self._asleep -= set(rising)
         except EngineFailure as failure:
-            self._replace(str(failure))
-            self.wait_until_ready()
+            self.restart(str(failure))
 
     def close(self) -> None:
         self.process.close()
@@ -107,12 +117,13 @@ class EngineLife:
     def _replace(self, reason: str) -> None:
         tail = self.process.log_tail()
         self.process.kill()
-        if self.num_starts > self._max_restarts:
+        if self.num_restarts >= self._max_restarts:
             raise EngineFailure(
                 f"the engine was lost ({reason}) and has been restarted {self._max_restarts} times already "
                 f"(modules.rollout.max_engine_restarts)\n{tail}"
             )
-        self._say(f"the engine was lost ({reason}): restart {self.num_starts} of {self._max_restarts}\n{tail}")
+        self.num_restarts += 1
+        self._say(f"the engine was lost ({reason}): restart {self.num_restarts} of {self._max_restarts}\n{tail}")
         self.process = self._begin()
 
     def _begin(self) -> EngineProcess:

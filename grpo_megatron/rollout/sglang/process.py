@@ -45,6 +45,8 @@ class EngineSettings:
     on_cpu: bool = True
     threads: int = 1
     """CPU threads of each of its tensor-parallel ranks."""
+    cores: tuple[str, ...] = ("0",)
+    """On a CPU: for each of those ranks, the cores that kernels with threads of their own take: `2,3`."""
     deadline_seconds: float = 600.0
     """Of the start."""
     answer_seconds: float = 120.0
@@ -145,6 +147,7 @@ class EngineProcess:
             environment |= {
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "SGLANG_PLUGINS": "grpo_megatron_sglang_cpu",
+                "SGLANG_CPU_OMP_THREADS_BIND": "|".join(settings.cores),
                 "TORCHDYNAMO_DISABLE": "1",  # torch.compile would call a C++ compiler for minutes
             }
         settings.log_file.parent.mkdir(parents=True, exist_ok=True)
