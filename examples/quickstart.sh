@@ -7,6 +7,7 @@
 # configuration, trains, measures accuracy on held-out problems before and after, exports an HF checkpoint.
 # --smoke: three steps and a few held-out problems, to see that everything works. --seed: default 0.
 # Everything else goes to the trainer: bash examples/quickstart.sh run.steps=80
+# modules.rollout.engine=sglang generates with SGLang, and installs it first.
 # Every call is a new run below runs/; run.name=NAME of one that was interrupted goes on with it.
 # The last line of the output is a JSON object with the accuracies, the seconds, and where run and checkpoint are.
 set -euo pipefail
@@ -71,10 +72,12 @@ if [[ $smoke == yes ]]; then
 fi
 settings+=(${overrides[@]+"${overrides[@]}"})  # last: what the user says counts
 folder=runs
+engine=megatron
 for setting in "${settings[@]}"; do
     case $setting in
         run.name=*) name=${setting#*=} ;;
         run.folder=*) folder=${setting#*=} ;;
+        modules.rollout.engine=*) engine=${setting#*=} ;;
     esac
 done
 
@@ -85,6 +88,7 @@ python="$venv/bin/python"
 
 step "environment"
 prepare_environment cpu
+[[ $engine == sglang* ]] && bash tools/install_sglang.sh
 
 step "model"
 "$python" tools/prepare_smollm2.py "$model"

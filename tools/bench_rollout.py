@@ -1,12 +1,14 @@
-"""Speed of the embedded engine beside HF generate, per second and per CPU second, on one rank.
+"""Speed of the rollout engines beside HF generate, per second and per CPU second, on one rank.
 
-    python tools/bench_rollout.py [MODEL] [--batches 16,64] [--scenarios plain,groups,mixed] [--new-tokens 24]
+    python tools/bench_rollout.py [MODEL] [--batches 1,4,16,64] [--scenarios plain,groups,mixed] [--new-tokens 24]
 
-MODEL is an HF folder; without it a random Llama of 135M parameters is made (SmolLM2's dimensions). Both engines sample
-at temperature 1; `megatron` gives log-probs, `hf` (transformers' generate) none. Scenarios: `plain`: every prompt is
-another; `groups`: groups of 8 share their prompt (HF cannot); `mixed`: prompts and answers of different lengths, and
-only asked-for tokens count. The engines take turns and the best of `--repeats` counts. CPU seconds are the process's:
-on a machine with other work they say more than seconds. The last line is one JSON object.
+MODEL is an HF folder; without it a random Llama of 135M parameters is made (SmolLM2's dimensions). All sample at
+temperature 1. `megatron` and `sglang` give log-probs and have float32 logits (`--head-dtype`); `hf` (transformers'
+generate) gives none and has the model's. Scenarios: `plain`: every prompt is another; `groups`: groups of 8 share their
+prompt (HF cannot); `mixed`: prompts and answers of different lengths, and only asked-for tokens count. The engines take
+turns and the best of `--repeats` counts. CPU seconds are those of all processes of an engine: on a machine with other
+work they say more than seconds. Then weights are published to SGLang as `tools/bench_publish.py` does it. The last line
+is one JSON object.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,20 +30,22 @@ from grpo_megatron.platform.megatron_on_cpu import install
 
 install()
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from grpo_megatron.batch import Prompt, RewardSpec  # noqa: E402
-from grpo_megatron.config.schema import RolloutSection  # noqa: E402
+from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection  # noqa: E402
 from grpo_megatron.families.describe import describe  # noqa: E402
 from grpo_megatron.models.build import BuildSettings, build_policy  # noqa: E402
 from grpo_megatron.parallel.grid import RankGrid  # noqa: E402
 from grpo_megatron.parallel.groups import build_groups  # noqa: E402
 from grpo_megatron.platform.device import current_platform  # noqa: E402
 from grpo_megatron.platform.kernels import choose_kernels  # noqa: E402
-from grpo_megatron.rollout.base import RolloutRequest, SamplingSettings  # noqa: E402
+from grpo_megatron.rollout.base import RolloutEngine, RolloutRequest, SamplingSettings  # noqa: E402
 from grpo_megatron.rollout.dispatch import StaticTickets  # noqa: E402
 from grpo_megatron.rollout.megatron.build import build_megatron_engine  # noqa: E402
+from grpo_megatron.rollout.sglang.build import EngineGroup, build_sglang_engine  # noqa: E402
 from grpo_megatron.weights.load import load_hf  # noqa: E402
 
 GROUP_SIZE = 8
@@ -93,7 +98,17 @@ def make_random_llama(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SMOLLM2_SIZES)).to(torch.bfloat16).save_pretrained(folder)
 
 
-def megatron_runner(folder: Path, arguments: argparse.Namespace, batch: int) -> Callable[[Work], int]:
+@dataclass(frozen=True)
+class Runner:
+    """One engine."""
+
+    run: Callable[[Work], int]
+    """Answers the work; returns the number of tokens."""
+    cpu_seconds: Callable[[], float] = time.process_time
+    """Of all its processes so far."""
+
+
+def megatron_runner(folder: Path, arguments: argparse.Namespace, batch: int) -> Runner:
     groups = build_groups(RankGrid(1), backend="gloo", timeout_seconds=600, store=dist.HashStore())
     description, platform = describe(folder), current_platform()
     built = BuildSettings(arguments.dtype, arguments.head_dtype)
@@ -104,14 +119,48 @@ def megatron_runner(folder: Path, arguments: argparse.Namespace, batch: int) -> 
     engine = build_megatron_engine(chunks, description, section, groups, platform, lambda ids: "", longest)
 
     def run(work: Work) -> int:
-        tickets = StaticTickets(_requests(work), engine=0, num_engines=1)
+        return drain(engine, work)
 
-        async def drain() -> int:
-            return sum([rollout.num_tokens async for rollout in engine.generate(tickets)])
+    return Runner(run)
 
-        return asyncio.run(drain())
 
-    return run
+def sglang_runner(folder: Path, arguments: argparse.Namespace, batch: int, resources: ExitStack) -> Runner:
+    rollout = RolloutSection(engine="sglang", max_concurrent_rollouts=batch, engine_threads=arguments.threads)
+    model = ModelSection(policy=str(folder), dtype=arguments.dtype, output_head_dtype=arguments.head_dtype)
+    engine = build_sglang_engine(
+        Config(model=model, modules=ModulesSection(rollout=rollout)),
+        EngineGroup(rank=0, local_rank=0, local_world_size=1, world_size=1, tensor=1),
+        current_platform(),
+        describe(folder),
+        decode=lambda ids: "",
+        max_sequence_tokens=arguments.prompt_tokens + arguments.new_tokens,
+        logs=Path(resources.enter_context(tempfile.TemporaryDirectory())),
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    resources.callback(engine.close)
+    engine.set_version(0)
+    assert engine.life is not None
+    life, server = engine.life, psutil.Process(engine.life.process.process_id)
+
+    def run(work: Work) -> int:
+        life.control.post("/flush_cache")  # prompts of an earlier turn must not count as a shared prefix
+        return drain(engine, work)
+
+    def cpu_seconds() -> float:
+        processes = [server, *server.children(recursive=True)]
+        return time.process_time() + sum(sum(each.cpu_times()[:2]) for each in processes)
+
+    return Runner(run, cpu_seconds)
+
+
+def drain(engine: RolloutEngine, work: Work) -> int:
+    """Answer everything; returns the number of sampled tokens."""
+    tickets = StaticTickets(_requests(work), engine=0, num_engines=1)
+
+    async def count() -> int:
+        return sum([rollout.num_tokens async for rollout in engine.generate(tickets)])
+
+    return asyncio.run(count())
 
 
 def _requests(work: Work) -> list[RolloutRequest]:
@@ -127,7 +176,7 @@ def _requests(work: Work) -> list[RolloutRequest]:
     return requests
 
 
-def hf_runner(folder: Path, arguments: argparse.Namespace) -> Callable[[Work], int]:
+def hf_runner(folder: Path, arguments: argparse.Namespace) -> Runner:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtype)).eval()
@@ -154,17 +203,17 @@ def hf_runner(folder: Path, arguments: argparse.Namespace) -> Callable[[Work], i
         assert made.size(1) - longest == wanted
         return work.num_tokens
 
-    return run
+    return Runner(run)
 
 
-def measure(runners: dict[str, Callable[[Work], int]], work: Work, repeats: int) -> dict[str, Speed]:
+def measure(runners: dict[str, Runner], work: Work, repeats: int) -> dict[str, Speed]:
     """The engines take turns, so that a busy minute of the machine meets all of them."""
     best: dict[str, Speed] = {}
     for _ in range(repeats):
-        for name, run in runners.items():
-            wall, cpu = time.perf_counter(), time.process_time()
-            num_tokens = run(work)
-            speed = Speed(num_tokens / (time.perf_counter() - wall), num_tokens / (time.process_time() - cpu))
+        for name, runner in runners.items():
+            wall, cpu = time.perf_counter(), runner.cpu_seconds()
+            num_tokens = runner.run(work)
+            speed = Speed(num_tokens / (time.perf_counter() - wall), num_tokens / (runner.cpu_seconds() - cpu))
             before = best.get(name, Speed(0.0, 0.0))
             best[name] = Speed(
                 max(before.tokens_per_second, speed.tokens_per_second),
@@ -174,7 +223,7 @@ def measure(runners: dict[str, Callable[[Work], int]], work: Work, repeats: int)
 
 
 def report(arguments: argparse.Namespace, results: dict[tuple[str, int], dict[str, Speed]]) -> dict[str, Any]:
-    """The JSON object: tables by engine and batch, `plain` under the plain name, and megatron / hf per CPU second."""
+    """The JSON object: tables by engine and batch, `plain` under the plain name; each engine / hf per CPU second."""
 
     def table(scenario: str, figure: str) -> dict[str, dict[str, float]]:
         rows: dict[str, dict[str, float]] = {}
@@ -189,15 +238,15 @@ def report(arguments: argparse.Namespace, results: dict[tuple[str, int], dict[st
     for figure in ("tokens_per_second", "tokens_per_cpu_second"):
         for scenario in scenarios:
             found[figure if scenario == "plain" else f"{figure}_{scenario}"] = table(scenario, figure)
-    ratios = {
-        f"{name} {batch}": round(speeds["megatron"].tokens_per_cpu_second / speeds["hf"].tokens_per_cpu_second, 2)
-        for (name, batch), speeds in results.items()
-        if {"megatron", "hf"} <= speeds.keys()
-    }
+    for ours in ("megatron", "sglang"):
+        found[f"{ours}_over_hf_per_cpu_second"] = {
+            f"{name} {batch}": round(speeds[ours].tokens_per_cpu_second / speeds["hf"].tokens_per_cpu_second, 2)
+            for (name, batch), speeds in results.items()
+            if {ours, "hf"} <= speeds.keys()
+        }
     return found | {
-        "megatron_over_hf_per_cpu_second": ratios,
         "dtype": arguments.dtype,
-        "head_dtype": {"megatron": arguments.head_dtype, "hf": "model"},
+        "head_dtype": {"megatron": arguments.head_dtype, "sglang": arguments.head_dtype, "hf": "model"},
         "threads": arguments.threads,
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": arguments.new_tokens,
@@ -207,9 +256,9 @@ def report(arguments: argparse.Namespace, results: dict[tuple[str, int], dict[st
 def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="HF folder; default: a random Llama of 135M parameters")
-    parser.add_argument("--batches", default="16,64", help="answers at the same time (default 16,64)")
+    parser.add_argument("--batches", default="1,4,16,64", help="answers at the same time (default 1,4,16,64)")
     parser.add_argument("--scenarios", default="plain,groups,mixed")
-    parser.add_argument("--engines", default="megatron,hf")
+    parser.add_argument("--engines", default="megatron,sglang,hf")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=2)
@@ -224,14 +273,17 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     batches = [int(batch) for batch in arguments.batches.split(",")]
     results: dict[tuple[str, int], dict[str, Speed]] = {}
-    with tempfile.TemporaryDirectory() as temporary:
+    with ExitStack() as resources:
+        temporary = resources.enter_context(tempfile.TemporaryDirectory())
         folder = arguments.model or Path(temporary) / "random-llama-135m"
         if arguments.model is None:
             make_random_llama(folder)
         engines = arguments.engines.split(",")
-        runners: dict[str, Callable[[Work], int]] = {}
+        runners: dict[str, Runner] = {}
         if "megatron" in engines:
             runners["megatron"] = megatron_runner(folder, arguments, max(batches))
+        if "sglang" in engines:
+            runners["sglang"] = sglang_runner(folder, arguments, max(batches), resources)
         if "hf" in engines:
             runners["hf"] = hf_runner(folder, arguments)
         for batch in batches:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_megatron.rollout.base import RolloutEngine
+from grpo_megatron.batch import Prompt, Rollout
+from grpo_megatron.rollout.base import EngineRestarted, RolloutEngine
+from grpo_megatron.rollout.dispatch import ResumedTickets, StaticTickets, collect
 from tests.rollout.oracle import distributions, greedy_ids, largest_difference
 from tests.rollout.requests import ListSource, by_answer, make_prompt, make_request, random_prompts, run
 
@@ -210,3 +212,50 @@ class EngineConformance:
         assert counted.num_new_tokens == 2 * 2 * 5
         assert counted.num_steps > 0 and counted.busy_seconds > 0
         assert subject.engine.stats().num_new_tokens == 0
+
+
+class ProcessEngineConformance(EngineConformance):
+    """Of engines in a process of their own, which can be lost."""
+
+    def kill(self, subject: Subject) -> None:
+        """End the engine's process the hard way."""
+        raise AssertionError("the test module of the engine says how")
+
+    def test_what_a_killed_engine_left_open_is_finished_after_a_publish_and_counted_once(
+        self, subject: Subject
+    ) -> None:
+        prompts = random_prompts((4, 12, 33), seed=21)
+        requests = [make_request(p, 4, seed=3, max_new_tokens=40, temperature=0.7) for p in prompts]
+        asked = {(prompt.id, index) for prompt in prompts for index in range(4)}
+        quick = make_request(make_prompt("quick", (40, 41)), max_new_tokens=2)
+        undisturbed = by_answer(run(subject.engine, requests))
+        tickets = StaticTickets([quick, *requests], engine=0, num_engines=1)
+        rollouts: list[Rollout] = []
+
+        def killing(prompt: Prompt, rollout: Rollout) -> None:
+            if rollout.prompt_id == "quick":
+                self.kill(subject)
+
+        arguments = {
+            "prompts": {request.prompt.id: request.prompt for request in [quick, *requests]},
+            "deadline_seconds": 240.0,
+            "what": "test",
+            "rollouts": rollouts,
+        }
+        with pytest.raises(EngineRestarted) as lost:
+            collect(subject.engine, tickets, on_rollout=killing, **arguments)
+        left = {(request.prompt.id, index) for request in lost.value.unfinished for index in request.members}
+        assert left and subject.engine.needs_weights
+        assert left.isdisjoint(by_answer(rollouts))
+        subject.engine.set_version(0)  # here the engine's folder has the right weights
+        collect(
+            subject.engine,
+            ResumedTickets(lost.value.unfinished, tickets),
+            on_rollout=lambda prompt, rollout: None,
+            **arguments,
+        )
+        found = by_answer(rollouts)
+        assert set(found) == asked | {("quick", 0)}
+        assert {key: one.token_ids for key, one in found.items() if key in asked} == {
+            key: one.token_ids for key, one in undisturbed.items()
+        }

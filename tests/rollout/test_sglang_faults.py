@@ -31,6 +31,7 @@ class FakeLife:
         self.process = FakeProcess(server.address)
         self.asleep: frozenset[str] = frozenset()
         self.version = 0
+        self.is_paused = False
         self.reasons: list[str] = []
         self.on_restart: Callable[[], None] = lambda: None
 
@@ -53,7 +54,9 @@ def subject() -> Iterator[Subject]:
     behaviour = Behaviour(pieces=answer_pieces)
     server = FakeServer(behaviour)
     life = FakeLife(server)
-    limits = EngineLimits(max_concurrent_rollouts=4, max_sequence_tokens=64, vocab_size=151, stall_seconds=0.4)
+    limits = EngineLimits(
+        max_concurrent_rollouts=4, max_sequence_tokens=64, vocab_size=151, share_prompts=True, stall_seconds=0.4
+    )
     engine = SglangEngine(
         life,  # type: ignore[arg-type]
         EnginePlace(0, 1, True),

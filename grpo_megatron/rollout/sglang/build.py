@@ -66,6 +66,7 @@ def build_sglang_engine(
         max_concurrent_rollouts=rollout.max_concurrent_rollouts,
         max_sequence_tokens=max_sequence_tokens,
         vocab_size=description.vocab_size,
+        share_prompts=rollout.share_prompt_prefix,
         stall_seconds=rollout.engine_stall_seconds,
     )
     on_cpu = platform.kind == "cpu"
@@ -97,7 +98,7 @@ def build_sglang_engine(
         )
         return EngineProcess(settings)
 
-    life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say)
+    life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say, frees_memory=not on_cpu)
     life.wait_until_ready()
     return SglangEngine(life, place, limits, memory, decode=decode)
 

@@ -22,6 +22,9 @@ from grpo_megatron.rollout.client import Answer, GenerationClient, ServerFault, 
 from grpo_megatron.rollout.sglang.control import EngineFailure
 from grpo_megatron.rollout.sglang.life import NO_VERSION, EngineLife
 
+SHARED_PROMPT_TOKENS = 32
+"""From this length on a group waits for the first member, whose prompt then lies in the cache for all. SGLang computes
+equal prompts that come together each for itself; short ones are computed faster than waited for."""
 MAX_ATTEMPTS = 3
 """How often a live server may spoil or forget one answer before it counts as lost."""
 _POLL_SECONDS = 0.05
@@ -34,6 +37,8 @@ class EngineLimits:
     max_sequence_tokens: int
     """Longest prompt and answer together."""
     vocab_size: int
+    share_prompts: bool
+    """A group computes its prompt once."""
     stall_seconds: float
     """After this silence a server is probed, and an answer that is silent beside a server that talks is asked anew."""
 
@@ -57,9 +62,22 @@ class _Work:
     attempt: int = 0
     name: str = ""
     heard_at: float = field(default_factory=time.monotonic)
+    prompt_cached: asyncio.Event | None = None
+    """Set by the first member of a group as soon as it samples; the others wait for it."""
+    leads: bool = True
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.prompt_cached is not None and not self.leads and not self.prompt_cached.is_set()
 
     def heard(self) -> None:
         self.heard_at = time.monotonic()
+        if self.leads:
+            self.release()
+
+    def release(self, *_: object) -> None:
+        if self.prompt_cached is not None:
+            self.prompt_cached.set()
 
 
 class _Lost(Exception):  # noqa: N818 an event, not an error
@@ -136,6 +154,17 @@ class SglangEngine:
         if self._client is not None:
             await asyncio.gather(*(self._client.abort(name) for name in names))
 
+    def pause(self) -> None:
+        """Stop sampling until `resume`: a publish in the middle of answers, each token stamped with its version."""
+        if self.life is not None:
+            self.life.pause()
+
+    def resume(self) -> None:
+        if self.life is not None:
+            self.life.resume()
+            for work in self._running.values():
+                work.heard()
+
     def sleep(self, parts: Sequence[EnginePart]) -> None:
         if self.life is not None:
             self.life.sleep(parts)
@@ -179,7 +208,7 @@ class SglangEngine:
                 is_over = taken is None
                 for request in taken or ():
                     self._refuse_too_long(request)
-                    waiting.extend(_Work(request, index) for index in request.members)
+                    waiting.extend(self._group(request))
             while waiting and len(self._running) < self._limits.max_concurrent_rollouts:
                 self._send(client, waiting.popleft())
             if not self._running:
@@ -199,17 +228,31 @@ class SglangEngine:
                     await self._judge_fault(client, work, fault)
             await self._watch(client, waiting)
 
+    def _group(self, request: RolloutRequest) -> list[_Work]:
+        is_long = len(request.prompt.token_ids) >= SHARED_PROMPT_TOKENS
+        cached = asyncio.Event() if self._limits.share_prompts and is_long else None
+        return [
+            _Work(request, index, prompt_cached=cached, leads=not place) for place, index in enumerate(request.members)
+        ]
+
     def _send(self, client: GenerationClient, work: _Work) -> None:
         self._number += 1
         request = work.request
         # A number of its own for every sending: an answer to an earlier one can never be taken for this one's.
         work.name = f"{request.id}/{work.index}/{self._number}"
-        work.heard()
-        seed = answer_seed(request.seed, request.prompt.id, work.index)
-        task = asyncio.create_task(
-            client.generate(work.name, request.prompt.token_ids, request.sampling, seed=seed, heard=work.heard)
-        )
+        work.heard_at = time.monotonic()
+        task = asyncio.create_task(self._ask(client, work))
+        if work.leads:
+            task.add_done_callback(work.release)  # whatever became of it
         self._running[task] = work
+
+    async def _ask(self, client: GenerationClient, work: _Work) -> Answer:
+        if work.is_waiting and work.prompt_cached is not None:
+            await work.prompt_cached.wait()
+            work.heard()
+        request = work.request
+        seed = answer_seed(request.seed, request.prompt.id, work.index)
+        return await client.generate(work.name, request.prompt.token_ids, request.sampling, seed=seed, heard=work.heard)
 
     async def _judge_fault(self, client: GenerationClient, work: _Work, fault: ServerFault) -> None:
         """One answer was spoiled: is it the server, or only this answer?"""
@@ -226,7 +269,10 @@ class SglangEngine:
         """Find a server that hangs, and an answer that a live server has forgotten."""
         limit = self._limits.stall_seconds
         now = time.monotonic()
-        silent = [(task, work) for task, work in self._running.items() if now - work.heard_at > limit]
+        if self.life is None or self.life.is_paused:
+            return
+        running = self._running.items()
+        silent = [(task, work) for task, work in running if not work.is_waiting and now - work.heard_at > limit]
         if not silent:
             return
         if now - client.heard_at > limit and not await client.is_healthy(deadline_seconds=limit):

@@ -18,17 +18,27 @@ class EngineLife:
     Args:
         start: makes the server's process; the number of earlier starts is its argument.
         say: told of every loss and restart.
+        frees_memory: whether what sleeps is gone.
     """
 
-    def __init__(self, start: Callable[[int], EngineProcess], *, max_restarts: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        start: Callable[[int], EngineProcess],
+        *,
+        max_restarts: int,
+        say: Callable[[str], None],
+        frees_memory: bool = True,
+    ) -> None:
         self._start = start
         self._max_restarts = max_restarts
         self._say = say
+        self._frees_memory = frees_memory
         self._asleep: set[EnginePart] = set()
         self.num_starts = 0
         self.num_restarts = 0
         self.version = NO_VERSION
         """What the server serves; NO_VERSION while it has no whole version."""
+        self.is_paused = False
         self.process = self._begin()
 
     @property
@@ -81,6 +91,16 @@ class EngineLife:
         """As the server says it. Raises EngineFailure."""
         return int(self.control.get("/model_info")["weight_version"])
 
+    def pause(self) -> None:
+        """Stop sampling; what runs waits without its cache, so that weights may change and the cache be flushed."""
+        self.control.post("/pause_generation", {"mode": "retract"})
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Go on with what waits; its cache is computed anew, by the weights of now."""
+        self.control.post("/continue_generation", {})
+        self.is_paused = False
+
     def sleep(self, parts: Sequence[EnginePart]) -> None:
         """Give their memory back. Weights that slept come back with the next publish, the cache is made anew.
 
@@ -92,7 +112,7 @@ class EngineLife:
         try:
             self.control.post("/release_memory_occupation", {"tags": falling})
             self._asleep |= set(falling)
-            if "weights" in falling:
+            if "weights" in falling and self._frees_memory:
                 self.version = NO_VERSION
         except EngineFailure as failure:
             self._say(f"the engine does not sleep and is ended: {failure}")
@@ -131,4 +151,5 @@ class EngineLife:
         self.num_starts += 1
         self.version = NO_VERSION
         self._asleep.clear()
+        self.is_paused = False
         return process
