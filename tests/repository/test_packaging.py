@@ -19,6 +19,7 @@ DISTRIBUTION_OF = {"megatron": "megatron-core", "yaml": "pyyaml", "google": "pro
 """Where the name to import is not the name to install."""
 OPTIONAL = {
     "sglang": "engine",
+    "uvicorn": "comes with sglang, in whose process it is used",
     "vllm": "engine",
     "wandb": "extra wandb",
     "reasoning_gym": "extra reasoning-gym",
@@ -60,7 +61,7 @@ def test_torch_has_an_upper_bound_and_no_local_version() -> None:
 def third_party(sources: list[Source]) -> set[str]:
     """Top-level names of libraries that are imported without being ours or Python's."""
     names = {imported.module.split(".")[0] for source in sources for imported in source.imports}
-    own = {"grpo_megatron", "tests", "tools", "launch_scripts", "__future__"}
+    own = {"grpo_megatron", "grpo_megatron_sglang_cpu", "tests", "tools", "launch_scripts", "__future__"}
     return names - own - set(sys.stdlib_module_names)
 
 

@@ -1,12 +1,18 @@
 """A real SGLang server for tests."""
 
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection, RunSection
 from grpo_megatron.families.describe import describe
 from grpo_megatron.platform.device import current_platform
 from grpo_megatron.rollout.sglang.build import EngineGroup, build_sglang_engine
 from grpo_megatron.rollout.sglang.engine import SglangEngine
+
+NEEDS_SGLANG = pytest.mark.skipif(find_spec("sglang") is None, reason="bash tools/install_sglang.sh")
+"""The package is not imported for it: nothing of SGLang belongs into the trainer's process."""
 
 
 def start_sglang(

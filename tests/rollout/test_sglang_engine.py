@@ -6,15 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest.importorskip("sglang", reason="bash tools/install_sglang.sh")
-
 from grpo_megatron.rollout.base import EngineRestarted
 from tests.rollout.conformance import ProcessEngineConformance, Subject
 from tests.rollout.requests import make_prompt, make_request, run
-from tests.rollout.sglang_server import start_sglang
+from tests.rollout.sglang_server import NEEDS_SGLANG, start_sglang
 from tests.tiny import make_tiny_llama
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, NEEDS_SGLANG]
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,6 @@ import psutil
 import pytest
 import torch
 
-pytest.importorskip("sglang", reason="bash tools/install_sglang.sh")
-
 from grpo_megatron.families.describe import describe
 from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.groups import Groups
@@ -22,10 +20,10 @@ from grpo_megatron.weights.sink import Bucket
 from tests.building import build_tiny_policy
 from tests.rollout.oracle import largest_difference
 from tests.rollout.requests import make_request, random_prompts, run
-from tests.rollout.sglang_server import start_sglang
+from tests.rollout.sglang_server import NEEDS_SGLANG, start_sglang
 from tests.tiny import make_tiny_llama
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, NEEDS_SGLANG]
 BUCKET_BYTES = 151 * 64 * 4  # the embedding fills one to the last byte, case W2
 
 

@@ -200,7 +200,9 @@ def test_every_environment_variable_of_sglang_is_one_that_it_reads() -> None:
     pattern = re.compile(r"SGLANG_[A-Z_]+")
     ours = {name for path in SPEAKERS for name in pattern.findall(path.read_text())}
     assert ours
-    read = "".join((SGLANG / "srt" / name).read_text() for name in ("environ.py", "platforms/__init__.py"))
+    read = "".join(
+        (SGLANG / "srt" / name).read_text() for name in ("environ.py", "platforms/__init__.py", "utils/numa_utils.py")
+    )
     assert sorted(ours - set(pattern.findall(read))) == []
 
 
