@@ -91,7 +91,11 @@ def _check_ledger(folder: Path, *, num_steps: int, num_rollouts: int) -> None:
 
 @case(world_size=2, with_engines=True)
 def a_run_survives_every_death_of_its_engines(context: CaseContext) -> None:
-    """Scheduler and server killed, server stopped, while it generates and while it gets weights: cases E1 and W4."""
+    """Scheduler and server killed, server stopped, while it generates and while it gets weights: cases E1 and W4.
+
+    With everything offloaded that a phase does not need: the policy comes back to be published in the middle of a
+    rollout.
+    """
     deaths = [
         Death(rank=0, during="generation", version=0, victim="scheduler"),
         Death(rank=1, during="generation", version=1),
@@ -110,7 +114,9 @@ def a_run_survives_every_death_of_its_engines(context: CaseContext) -> None:
     try:
         with _deaths(deaths, context.rank, lambda: made[-1]) as happened:
             settings = ["run.steps=6", "modules.rollout.max_new_tokens=40", "modules.rollout.engine_stall_seconds=6"]
-            code, folder = _run(context, "dying", *SGLANG, *settings, "modules.rollout.max_engine_restarts=9")
+            settings += ["modules.rollout.max_engine_restarts=9", "memory_management.dynamic_offload=true"]
+            settings += ["memory_management.offload_trigger_threshold=0"]
+            code, folder = _run(context, "dying", *SGLANG, *settings)
     finally:
         EngineProcess.__init__ = original  # type: ignore[method-assign]
     mine = [death for death in deaths if death.rank == context.rank]

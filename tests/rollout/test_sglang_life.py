@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,27 @@ def test_the_engine_sees_the_model_without_end_tokens_of_its_own(start) -> None:
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     process.kill()
     assert not process._folder.exists()
+
+
+def test_another_interpreter_runs_the_engine(start, tmp_path: Path) -> None:  # noqa: ANN001
+    wrapper = tmp_path / "other-python"
+    wrapper.write_text(f'#!/bin/sh\necho "by the other one"\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    process = start(HEALTHY, python=wrapper)
+    process.wait_until_ready()
+    assert "by the other one" in process.log_tail()
+
+
+def test_what_a_killed_rank_left_behind_goes_with_the_next_start(start) -> None:  # noqa: ANN001
+    import subprocess
+
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = Path(tempfile.mkdtemp(prefix=f"grpo_megatron-engine-{ended.pid}-"))
+    mine = Path(tempfile.mkdtemp(prefix=f"grpo_megatron-engine-{os.getpid()}-"))
+    start(HEALTHY)
+    assert not left.exists() and mine.exists()
+    mine.rmdir()
 
 
 def test_a_server_that_ends_at_its_start_is_reported_with_the_end_of_its_log(start) -> None:  # noqa: ANN001

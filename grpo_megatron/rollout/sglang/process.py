@@ -22,6 +22,7 @@ from grpo_megatron.rollout.sglang.control import Control, EngineFailure
 SERVE = Path(__file__).with_name("serve.py")
 CPU_KERNELS = Path(__file__).with_name("cpu_kernels")
 REPOSITORY = Path(__file__).resolve().parents[3]
+_FOLDER = "grpo_megatron-engine-"
 _LOG_LINES = 15
 _POLL_SECONDS = 0.2
 _END_SECONDS = 10.0
@@ -59,7 +60,8 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings) -> None:
         """Start the process; `wait_until_ready` says when it can be used."""
         self._settings = settings
-        self._folder = Path(tempfile.mkdtemp(prefix="grpo_megatron-engine-"))
+        _remove_folders_of_the_dead()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         token = secrets.token_hex(32)
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
             port = listening.getsockname()[1]
@@ -179,6 +181,14 @@ class EngineProcess:
     def _describe_end(self) -> str:
         code = self._process.returncode
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _remove_folders_of_the_dead() -> None:
+    """A rank that is killed cannot clear up after its engine."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*-*"):
+        owner = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _view_of_model(source: Path, target: Path) -> Path:
