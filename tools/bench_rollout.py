@@ -36,17 +36,20 @@ import torch.distributed as dist  # noqa: E402
 
 from grpo_megatron.batch import Prompt, RewardSpec  # noqa: E402
 from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection  # noqa: E402
+from grpo_megatron.families.base import ModelDescription  # noqa: E402
 from grpo_megatron.families.describe import describe  # noqa: E402
 from grpo_megatron.models.build import BuildSettings, build_policy  # noqa: E402
 from grpo_megatron.parallel.grid import RankGrid  # noqa: E402
-from grpo_megatron.parallel.groups import build_groups  # noqa: E402
+from grpo_megatron.parallel.groups import Groups, build_groups  # noqa: E402
 from grpo_megatron.platform.device import current_platform  # noqa: E402
 from grpo_megatron.platform.kernels import choose_kernels  # noqa: E402
 from grpo_megatron.rollout.base import RolloutEngine, RolloutRequest, SamplingSettings  # noqa: E402
 from grpo_megatron.rollout.dispatch import StaticTickets  # noqa: E402
 from grpo_megatron.rollout.megatron.build import build_megatron_engine  # noqa: E402
 from grpo_megatron.rollout.sglang.build import EngineGroup, build_sglang_engine  # noqa: E402
+from grpo_megatron.rollout.sglang.engine import SglangEngine  # noqa: E402
 from grpo_megatron.weights.load import load_hf  # noqa: E402
+from tools.bench_publish import measure_publish  # noqa: E402
 
 GROUP_SIZE = 8
 SMOLLM2_SIZES = {
@@ -108,15 +111,30 @@ class Runner:
     """Of all its processes so far."""
 
 
-def megatron_runner(folder: Path, arguments: argparse.Namespace, batch: int) -> Runner:
+@dataclass(frozen=True)
+class Trainer:
+    """One rank with the model."""
+
+    chunks: list[Any]
+    description: ModelDescription
+    groups: Groups
+
+
+def build_trainer(folder: Path, arguments: argparse.Namespace) -> Trainer:
     groups = build_groups(RankGrid(1), backend="gloo", timeout_seconds=600, store=dist.HashStore())
-    description, platform = describe(folder), current_platform()
+    description = describe(folder)
     built = BuildSettings(arguments.dtype, arguments.head_dtype)
-    chunks = build_policy(description, built, groups, platform, choose_kernels())
+    chunks = build_policy(description, built, groups, current_platform(), choose_kernels())
     load_hf(chunks, description, folder, groups=groups)
+    return Trainer(chunks, description, groups)
+
+
+def megatron_runner(trainer: Trainer, arguments: argparse.Namespace, batch: int) -> Runner:
     section = RolloutSection(engine="megatron", max_concurrent_rollouts=batch)
     longest = arguments.prompt_tokens + arguments.new_tokens
-    engine = build_megatron_engine(chunks, description, section, groups, platform, lambda ids: "", longest)
+    engine = build_megatron_engine(
+        trainer.chunks, trainer.description, section, trainer.groups, current_platform(), lambda ids: "", longest
+    )
 
     def run(work: Work) -> int:
         return drain(engine, work)
@@ -124,7 +142,7 @@ def megatron_runner(folder: Path, arguments: argparse.Namespace, batch: int) -> 
     return Runner(run)
 
 
-def sglang_runner(folder: Path, arguments: argparse.Namespace, batch: int, resources: ExitStack) -> Runner:
+def start_sglang(folder: Path, arguments: argparse.Namespace, batch: int, resources: ExitStack) -> SglangEngine:
     rollout = RolloutSection(engine="sglang", max_concurrent_rollouts=batch, engine_threads=arguments.threads)
     model = ModelSection(policy=str(folder), dtype=arguments.dtype, output_head_dtype=arguments.head_dtype)
     engine = build_sglang_engine(
@@ -139,6 +157,10 @@ def sglang_runner(folder: Path, arguments: argparse.Namespace, batch: int, resou
     )
     resources.callback(engine.close)
     engine.set_version(0)
+    return engine
+
+
+def sglang_runner(engine: SglangEngine) -> Runner:
     assert engine.life is not None
     life, server = engine.life, psutil.Process(engine.life.process.process_id)
 
@@ -280,10 +302,15 @@ def main() -> None:
             make_random_llama(folder)
         engines = arguments.engines.split(",")
         runners: dict[str, Runner] = {}
+        trainer, server = None, None
+        if {"megatron", "sglang"} & set(engines):
+            trainer = build_trainer(folder, arguments)
         if "megatron" in engines:
-            runners["megatron"] = megatron_runner(folder, arguments, max(batches))
+            assert trainer is not None
+            runners["megatron"] = megatron_runner(trainer, arguments, max(batches))
         if "sglang" in engines:
-            runners["sglang"] = sglang_runner(folder, arguments, max(batches), resources)
+            server = start_sglang(folder, arguments, max(batches), resources)
+            runners["sglang"] = sglang_runner(server)
         if "hf" in engines:
             runners["hf"] = hf_runner(folder, arguments)
         for batch in batches:
@@ -296,7 +323,11 @@ def main() -> None:
                         f"{speed.tokens_per_cpu_second:7.1f} tokens/CPU-s",
                         flush=True,
                     )
-    print(json.dumps(report(arguments, results)))
+        found = report(arguments, results)
+        if server is not None and trainer is not None:
+            speed = measure_publish(trainer.chunks, trainer.description, trainer.groups, server)
+            found["publish"] = speed.as_json()
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -110,4 +110,5 @@ def _build_sink(session: Session, engine: SglangEngine) -> SglangSink | None:
         tensor_parallel=tensor,
         group=group,
         asleep=lambda: () if life is None else life.asleep,
+        deadline_seconds=session.config.modules.rollout.engine_stall_seconds,
     )

@@ -43,23 +43,33 @@ class PublishReport:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The tensors of one bucket, and the pieces of the walk that they come from."""
+    """The tensors of a bucket, the pieces of the walk that they come from, and where the bucket lies in the buffer."""
 
     pieces: tuple[int, ...]
     entries: tuple[BucketEntry, ...]
+    start_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
         return self.entries[-1].end_bytes
 
+    @property
+    def end_bytes(self) -> int:
+        return self.start_bytes + self.num_bytes
+
+    def overlaps(self, other: "BucketPlan") -> bool:
+        return self.start_bytes < other.end_bytes and other.start_bytes < self.end_bytes
+
 
 class Publisher:
     """Publishes the same chunks again and again through one persistent buffer.
 
+    While the receivers read one half of it, the other is filled.
+
     Args:
         sink: on the ranks that hand something to an engine (see `WeightSink`); None on the others.
-        bucket_bytes: the most that goes over at once; the tensors of one parameter are never parted, so a larger
-            one has a larger bucket to itself.
+        bucket_bytes: size of the buffer. The tensors of one parameter are never parted: one that is larger than
+            half of the buffer takes all of it, and one that is larger than the buffer makes it larger.
     """
 
     def __init__(
@@ -71,11 +81,12 @@ class Publisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         self._walk, self._sink, self._groups = walk, sink, groups
+        self._bucket_bytes = bucket_bytes
         self._plans = plan_buckets(walk.pieces, bucket_bytes)
         self._names = [entry.name for entry in walk.entries]
-        self._largest = max(plan.num_bytes for plan in self._plans)
-        self._buffer = None if sink is None else sink.allocate(self._largest, walk.device)
+        self._buffer = None if sink is None else sink.allocate(_needed_bytes(self._plans, bucket_bytes), walk.device)
         self._takes_part = False
+        self._problem: str | None = None
 
     @property
     def num_buffer_bytes(self) -> int:
@@ -101,9 +112,7 @@ class Publisher:
         chosen = self._names if compare == "all" else sample_names(self._names, version)
         try:
             self._agree(lambda sink: sink.begin(version), f"{what}: begin")
-            for index, plan in enumerate(self._plans):
-                # The buffer is filled again only after every rank has heard that this bucket was read.
-                self._send(plan, index, lambda sink, bucket: sink.put(bucket), f"{what}: bucket {index + 1}")
+            self._send_all(what)
             self._compare(chosen, f"{what}: comparison")
             self._agree(lambda sink: sink.commit(), f"{what}: commit")
             self._agree(lambda sink: _check_version(sink, version), f"{what}: version afterwards")
@@ -131,36 +140,61 @@ class Publisher:
         self._compare(self._names, what)
         return len(self._names)
 
+    def _send_all(self, what: str) -> None:
+        """Every bucket, the next one being filled while one is read. Collective over the world."""
+        flying: BucketPlan | None = None
+        for index, plan in enumerate(self._plans):
+            if flying is not None and flying.overlaps(plan):
+                self._settle(f"{what}: bucket {index}")
+                flying = None
+            self._fill(plan)
+            if flying is not None:
+                self._settle(f"{what}: bucket {index}")
+            bucket = self._bucket(index, plan)
+            self._problem = self._attempt(lambda sink, bucket=bucket: sink.put(bucket))  # type: ignore[misc]
+            flying = plan
+        self._settle(f"{what}: bucket {len(self._plans)}")
+
+    def _settle(self, what: str) -> None:
+        """Memory is filled again only after every rank has heard that it was read. Collective over the world."""
+        problem, self._problem = self._problem, None
+        agree(problem or self._attempt(lambda sink: sink.settle()), self._groups.world, what)
+
     def _compare(self, names: Sequence[str], what: str) -> None:
         """Send these tensors once more, for comparison only. Collective over the world."""
-        plans = plan_buckets(self._walk.pieces, self._largest, names=set(names))
+        plans = plan_buckets(self._walk.pieces, self._bucket_bytes, names=set(names))
         for index, plan in enumerate(plans):
-            self._send(plan, index, _compare_bucket, f"{what}, part {index + 1} of {len(plans)}")
+            self._fill(plan)
+            bucket = self._bucket(index, plan)
+            part = f"{what}, part {index + 1} of {len(plans)}"
+            self._agree(lambda sink, bucket=bucket: _compare_bucket(sink, bucket), part)  # type: ignore[misc]
 
-    def _send(self, plan: BucketPlan, index: int, action: Callable[[WeightSink, Bucket], None], what: str) -> None:
-        """Fill the buffer and do this with it. Collective over the world."""
-        self._fill(plan)
-        buffer = None if self._buffer is None else self._buffer[: plan.num_bytes]
-        self._agree(lambda sink: action(sink, Bucket(index, plan.entries, buffer)), what)
+    def _bucket(self, index: int, plan: BucketPlan) -> Bucket:
+        buffer = None if self._buffer is None else self._buffer[plan.start_bytes : plan.end_bytes]
+        return Bucket(index, plan.entries, buffer, plan.start_bytes)
 
     def _fill(self, plan: BucketPlan) -> None:
         """Copy the plan's tensors into the buffer, if there is one. Collective over tensor and pipeline groups."""
         wanted: dict[str, torch.Tensor] = {}
         if self._buffer is not None and self._takes_part:
-            wanted = {entry.name: entry.view(self._buffer) for entry in plan.entries}
+            memory = self._buffer[plan.start_bytes : plan.end_bytes]
+            wanted = {entry.name: entry.view(memory) for entry in plan.entries}
         for piece in plan.pieces:
             targets = [wanted.get(entry.name) for entry in self._walk.pieces[piece]]
             self._walk.copy_piece(piece, targets if wanted else None)
 
     def _agree(self, action: Callable[[WeightSink], Any], what: str) -> None:
-        """Do this with the sink, if this rank has one that takes part, and hear from all. Collective over the world."""
-        error = None
+        """Do this with the sink and hear from all. Collective over the world."""
+        agree(self._attempt(action), self._groups.world, what)
+
+    def _attempt(self, action: Callable[[WeightSink], Any]) -> str | None:
+        """Do this with the sink, if this rank has one that takes part; returns what went wrong."""
         if self._sink is not None and self._takes_part:
             try:
                 action(self._sink)
             except Exception as problem:  # noqa: BLE001 whatever it is, the other ranks wait to hear of it
-                error = f"{type(problem).__name__}: {problem}"
-        agree(error, self._groups.world, what)
+                return f"{type(problem).__name__}: {problem}"
+        return None
 
     def _abort(self) -> None:
         """The publish has failed already, with an error that says why: one of the abort's own adds nothing."""
@@ -172,26 +206,44 @@ class Publisher:
 def plan_buckets(
     pieces: Sequence[Sequence[WalkEntry]], bucket_bytes: int, *, names: Collection[str] | None = None
 ) -> tuple[BucketPlan, ...]:
-    """Cut the walk, or only these names of it, into runs of whole pieces of at most `bucket_bytes`.
+    """Cut the walk, or only these names of it, into runs of whole pieces that fill halves of the buffer by turns.
 
-    A larger piece has a bucket to itself.
+    A larger piece has a run to itself, from the beginning of the buffer on.
     """
-    assert pieces and bucket_bytes > 0
+    half = _half(bucket_bytes)
     plans: list[BucketPlan] = []
     numbers: list[int] = []
     entries: list[BucketEntry] = []
+
+    def finish() -> None:
+        previous = plans[-1] if plans else None
+        is_second = previous is not None and previous.end_bytes <= half and entries[-1].end_bytes <= half
+        plans.append(BucketPlan(tuple(numbers), tuple(entries), half if is_second else 0))
+
     for number, piece in enumerate(pieces):
         kept = [entry for entry in piece if names is None or entry.name in names]
         if not kept:
             continue
         placed = _place(kept, entries[-1].end_bytes if entries else 0)
-        if entries and placed[-1].end_bytes > bucket_bytes:
-            plans.append(BucketPlan(tuple(numbers), tuple(entries)))
+        if entries and placed[-1].end_bytes > half:
+            finish()
             numbers, entries = [], []
             placed = _place(kept, 0)
         numbers.append(number)
         entries += placed
-    return (*plans, BucketPlan(tuple(numbers), tuple(entries)))
+    assert entries, "nothing to send"
+    finish()
+    return tuple(plans)
+
+
+def _half(bucket_bytes: int) -> int:
+    return max(_ALIGNMENT, bucket_bytes // 2 // _ALIGNMENT * _ALIGNMENT)
+
+
+def _needed_bytes(plans: Sequence[BucketPlan], bucket_bytes: int) -> int:
+    """Of the buffer, for all of the walk and for every part of it."""
+    largest = max(plan.num_bytes for plan in plans)
+    return largest if len(plans) == 1 else max(largest, 2 * _half(bucket_bytes))
 
 
 def _place(entries: Sequence[WalkEntry], start: int) -> list[BucketEntry]:

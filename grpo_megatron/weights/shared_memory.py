@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -89,15 +89,22 @@ class SharedMemorySink:
 
     def put(self, bucket: Bucket) -> None:
         assert bucket.buffer is not None
-        needed = bucket.buffer.nbytes
-        if self._buffer is None or self._buffer.tensor.nbytes < needed:
+        end = bucket.start_bytes + bucket.buffer.nbytes
+        if self._buffer is None or self._buffer.tensor.nbytes < end:
             raise ValueError(
-                f"the shared buffer is smaller than a bucket of {needed} bytes: call allocate before begin"
+                f"the shared buffer is smaller than the {end} bytes of a bucket: call allocate before begin"
             )
-        if bucket.buffer.data_ptr() != self._buffer.tensor.data_ptr():
-            self._buffer.tensor[:needed].copy_(bucket.buffer)
+        place = self._buffer.tensor[bucket.start_bytes : end]
+        if bucket.buffer.data_ptr() != place.data_ptr():
+            place.copy_(bucket.buffer)
         self._num_sent += len(bucket.entries)
-        self._ask("put", entries=bucket.entries, num_bytes=needed)
+        entries = tuple(
+            replace(entry, offset_bytes=entry.offset_bytes + bucket.start_bytes) for entry in bucket.entries
+        )
+        self._ask("put", entries=entries, num_bytes=end)
+
+    def settle(self) -> None:
+        """Nothing: `put` has waited."""
 
     def compare(self, bucket: Bucket) -> dict[str, int]:
         """The receiver keeps what it was sent: its own copies are looked at, not the bucket."""

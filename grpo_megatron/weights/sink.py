@@ -33,19 +33,23 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of HF tensors in one flat buffer; the buffer is used again as soon as `put` returned on all ranks."""
+    """A run of HF tensors in flat memory, which is used again as soon as `settle` returned on all ranks."""
 
     index: int
     entries: tuple[BucketEntry, ...]
+    """Offsets are those in `buffer`."""
     buffer: torch.Tensor | None
     """uint8 [bytes]; None on a rank whose sink wanted no memory."""
+    start_bytes: int = 0
+    """Where `buffer` begins in the memory that the sink allocated."""
 
 
 class WeightSink(Protocol):
     """Called on the ranks of a rollout group that have one: the leader, or all where each hands over its own memory.
 
     Every method raises on failure, and the publisher then aborts on all ranks. A sink may talk to the other ranks of
-    its group in every method but `abort` and `version`; it then must get there on each of them whatever fails.
+    its group in every method but `settle`, `abort` and `version`; it then must get there on each of them whatever
+    fails.
     """
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor | None:
@@ -58,7 +62,10 @@ class WeightSink(Protocol):
         """From here on old and new tensors mix: the receiver has no version until `commit`."""
 
     def put(self, bucket: Bucket) -> None:
-        """Hand over one bucket. Must not return before the receiver has read it."""
+        """Hand over one bucket; may return while the receiver still reads it. One at a time: `settle` comes next."""
+
+    def settle(self) -> None:
+        """Return when the receiver has read what was put."""
 
     def compare(self, bucket: Bucket) -> Mapping[str, int] | None:
         """Checksums of what the receiver has for these tensors, computed by it; None on a rank that asks nobody.

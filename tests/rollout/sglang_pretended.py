@@ -2,13 +2,14 @@
 
 import base64
 import pickle
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from grpo_megatron.rollout.sglang import receiver
 from grpo_megatron.rollout.sglang.control import EngineFailure
+from grpo_megatron.rollout.sglang.receiver import Receiver
 
 VOCABULARY, HIDDEN, HEADS = 11, 8, 4
 
@@ -57,10 +58,14 @@ class GreedyListModel(FusedModel):
 
 
 class PretendedServer:
-    """Control calls answered as SGLang's server does; `ranks` has the models of each tensor-parallel rank."""
+    """Control calls answered as SGLang's server does; `ranks` has the models of each tensor-parallel rank.
+
+    Its schedulers are threads, each with a receiver of its own.
+    """
 
     def __init__(self, ranks: list[list[torch.nn.Module]]) -> None:
         self.ranks = ranks
+        self.receivers = [Receiver() for _ in ranks]
         self.calls: list[str] = []
         self.weight_version = "default"
         self.in_session = False
@@ -70,7 +75,9 @@ class PretendedServer:
         assert path == "/model_info"
         return {"weight_version": self.weight_version}
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, deadline_seconds: float | None = None
+    ) -> dict[str, Any]:
         self.calls.append(path)
         if path == self.refuse:
             self._fail(f"{path} is refused")
@@ -95,13 +102,18 @@ class PretendedServer:
 
     def _update(self, messages: list[str]) -> None:
         assert len(messages) == len(self.ranks)
-        for models, message in zip(self.ranks, messages, strict=True):
-            # The schedulers are processes of their own: each numbers its own models.
-            receiver._models.clear()
-            for model in models:
-                receiver._number_of(model)
-            for model in models:
-                receiver.load(model, pickle.loads(base64.b64decode(message)))  # noqa: S301 our own
+        threads = [
+            threading.Thread(target=self._load, args=(rank, pickle.loads(base64.b64decode(message))))  # noqa: S301
+            for rank, message in enumerate(messages)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _load(self, rank: int, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        for model in self.ranks[rank]:
+            self.receivers[rank].load(model, named_tensors)
 
     def _fail(self, text: str) -> None:
         raise EngineFailure(text)

@@ -1,7 +1,9 @@
 """A real SGLang server for tests."""
 
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ def start_sglang(
     max_sequence_tokens: int = 128,
     tensor: int = 1,
     dtype: str = "float32",
+    sglang: Mapping[str, Any] | None = None,
     **rollout: object,
 ) -> SglangEngine:
     """An engine that serves the folder's weights; `set_version` makes them count as published."""
@@ -30,6 +33,7 @@ def start_sglang(
         run=RunSection(start_deadline_seconds=300.0),
         model=ModelSection(policy=str(folder), dtype=dtype),  # type: ignore[arg-type]
         modules=ModulesSection(rollout=RolloutSection(engine="sglang", **settings)),  # type: ignore[arg-type]
+        sglang=dict(sglang or {}),
     )
     return build_sglang_engine(
         config,

@@ -21,7 +21,7 @@ from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, Ro
 from grpo_megatron.config.sglang_fields import what_to_set_instead
 from grpo_megatron.config.sglang_package import read_sglang_fields
 from grpo_megatron.rollout.sglang.arguments import RECEIVER, server_arguments
-from grpo_megatron.rollout.sglang.sink import _serialize as serialize_message
+from grpo_megatron.rollout.sglang.weight_session import serialize_message
 from tests.rollout.sglang_calls import GUESTS, ROOT, SPEAKERS, HttpCall, OurSource, Unreadable
 from tests.rollout.sglang_source import SERVER, SGLANG, Fields, definition, fields_of, routes, tree_of, words
 
@@ -34,6 +34,7 @@ REPLACEABLE = {
     "log_level",
     "log_level_http",
     "schedule_policy",
+    "sleep_on_idle",
 }
 """Arguments that we set and that the section `sglang:` may set otherwise; all others that we set are refused there."""
 OUR_OWN_WORDS = {"success", "message"}

@@ -1,15 +1,14 @@
 """Publishing to SGLang without SGLang: what the receiver in its schedulers finds, and what the sink makes of it."""
 
 import json
-import os
+import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_megatron.rollout.sglang import receiver
 from grpo_megatron.rollout.sglang.control import EngineFailure
+from grpo_megatron.rollout.sglang.receiver import Receiver
 from grpo_megatron.rollout.sglang.sink import SglangSink
 from grpo_megatron.weights.checksum import checksum
 from grpo_megatron.weights.sink import Bucket, BucketEntry
@@ -46,8 +45,12 @@ class Case:
     def send(self, version: int, *names: str) -> None:
         self.sink.begin(version)
         for name in names or self.values:
-            self.sink.put(self.bucket(name))
-            self.buffer.fill_(255)  # case W1: nothing of it is needed any more
+            self.put(name)
+
+    def put(self, name: str) -> None:
+        self.sink.put(self.bucket(name))
+        self.sink.settle()
+        self.buffer.fill_(255)  # case W1: nothing of it is needed any more
 
     def publish(self, version: int) -> None:
         self.send(version)
@@ -176,9 +179,12 @@ def test_a_drafter_is_reached_as_well_and_must_be() -> None:
     with pytest.raises(EngineFailure, match="NaN in drafter_head of drafter 1 on rank 0"):
         case.sink.commit()
     case.sink.close()
-    for models, has_drafter in (([FusedModel()], True), ([FusedModel(), FusedModel()], False)):
+    for models, has_drafter, there in (
+        ([FusedModel()], True, "no drafter"),
+        ([FusedModel(), FusedModel()], False, "1 drafters"),
+    ):
         case = Case([models], has_drafter=has_drafter)
-        with pytest.raises(EngineFailure, match="poison: of 1 ranks of the engine there are reports of the policy"):
+        with pytest.raises(EngineFailure, match=f"the engine has {there}, which is not what it was built with"):
             case.sink.begin(1)
         case.sink.close()
 
@@ -225,21 +231,60 @@ def test_a_call_that_the_server_refuses_fails_the_publish_and_not_the_next(singl
     assert single.sink.version() == 3
 
 
-def test_a_report_that_is_missing_is_missed(single: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    single.sink.begin(1)
-    monkeypatch.setattr(receiver, "_write", lambda *_: 1 / 0)
-    with pytest.raises(EngineFailure, match="of 1 ranks of the engine there are reports of nobody"):
-        single.sink.put(single.bucket("q"))
+def test_a_scheduler_that_dies_is_noticed_at_once(single: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    single.publish(1)
+    single.sink.begin(2)
+    monkeypatch.setattr(Receiver, "_answer", lambda *_: 1 / 0)  # ends its loop, as the death of the process would
+    with pytest.raises(EngineFailure, match="load on the engine's rank 0: its scheduler is gone"):
+        single.put("q")
+    single.sink.abort()
+    monkeypatch.undo()
+    single.publish(3)
 
 
-def test_messages_that_make_no_sense_never_end_the_scheduler(tmp_path: Path) -> None:
-    model = FusedModel()
+def test_a_scheduler_that_does_not_call_back_is_noticed_at_once(single: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Receiver, "_serve", lambda *_: None)
+    with pytest.raises(EngineFailure, match="the engine's schedulers did not call back: see its log"):
+        single.sink.begin(1)
+    single.sink.abort()
+    monkeypatch.undo()
+    single.publish(2)
+
+
+def test_a_scheduler_that_hangs_runs_into_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case W1 as well: a receiver that is slow is waited for, up to the deadline."""
+    case = Case([[FusedModel()]], deadline_seconds=0.4)
+    answer = Receiver._answer
+    for seconds in (0.15, 1.0):
+        case.sink.begin(1)
+        monkeypatch.setattr(Receiver, "_answer", lambda *a, s=seconds: (time.sleep(s), answer(*a))[1])
+        if seconds < 0.4:
+            for name in case.values:
+                case.put(name)
+            assert torch.equal(case.server.ranks[0][0].embed, case.values["embed"])
+        else:
+            with pytest.raises(EngineFailure, match=r"load on the engine's rank 0: no answer within 0\.4 s"):
+                case.put("q")
+        case.sink.abort()
+        monkeypatch.undo()
+    case.publish(2)
+    case.sink.close()
+
+
+def test_a_session_that_somebody_left_open_is_ended_first(single: Case) -> None:
+    single.server.in_session = True
+    single.publish(1)
+    assert single.sink.version() == 1
+
+
+def test_messages_that_make_no_sense_never_end_the_scheduler() -> None:
+    receiver, model = Receiver(), FusedModel()
     receiver.load(model, [("no json", torch.empty(0))])
-    message = {"action": "load", "number": "1", "rank": 0, "report": str(tmp_path)}
-    short = {"memory": {"path": f"/proc/{os.getpid()}/fd/99999", "num_bytes": 4}, "entries": []}
-    receiver.load(model, [(json.dumps(message | short), torch.empty(0))])
-    (report,) = tmp_path.glob("1-0-*.json")
-    assert "FileNotFoundError" in json.loads(report.read_text())["error"]
+    lost = {"action": "serve", "address": "nobody", "token": "", "rank": 0, "deadline_seconds": 1.0}
+    receiver.load(model, [(json.dumps(lost), torch.empty(0))])
+    answer = receiver._answer({"action": "load", "memory": {"path": "/proc/self/fd/99999", "num_bytes": 4}})
+    assert "FileNotFoundError" in answer["error"]
+    assert "KeyError: 'dance'" in receiver._answer({"action": "dance", "memory": None})["error"]
 
 
 def test_an_entry_outside_of_the_memory_is_refused(single: Case) -> None:
@@ -247,6 +292,7 @@ def test_an_entry_outside_of_the_memory_is_refused(single: Case) -> None:
     entry = BucketEntry("q", torch.float32, (HIDDEN, HIDDEN), 4096)
     with pytest.raises(EngineFailure, match="q ends at byte 4352 of 4096"):
         single.sink.put(Bucket(0, (entry,), single.buffer))
+        single.sink.settle()
 
 
 def test_sleeping_weights_are_refused_before_anything_is_sent(single: Case) -> None:
@@ -257,9 +303,12 @@ def test_sleeping_weights_are_refused_before_anything_is_sent(single: Case) -> N
     assert single.server.calls == []
 
 
-def test_nothing_is_left_behind(single: Case) -> None:
-    single.publish(1)
-    folder = single.sink._folder
-    assert folder is not None and list(folder.iterdir()) == [] and folder.stat().st_mode & 0o77 == 0
-    single.sink.close()
-    assert not folder.exists()
+def test_buckets_lie_where_they_say_they_do(single: Case) -> None:
+    """The second half of the memory, while the first is written."""
+    single.sink.begin(1)
+    single.buffer[2048 : 2048 + 32].view(torch.float32).copy_(single.values["norm"])
+    entry = BucketEntry("norm", torch.float32, (HIDDEN,), 0)
+    single.sink.put(Bucket(0, (entry,), single.buffer[2048:2080], start_bytes=2048))
+    single.buffer[:2048].fill_(255)
+    single.sink.settle()
+    assert torch.equal(single.server.ranks[0][0].norm, single.values["norm"].bfloat16())

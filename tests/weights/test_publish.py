@@ -1,5 +1,6 @@
 """Publishing on one rank: buckets by hand, failures of the sink, comparison afterwards."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,13 @@ class RecordingSink:
         self._step("begin")
 
     def put(self, bucket: Bucket) -> None:
+        """Only remembers it: a slow receiver reads when `settle` is called, at the last moment (case W1)."""
         self._step(f"put {bucket.index}")
         self.buckets.append(bucket)
+
+    def settle(self) -> None:
+        self._step("settle")
+        bucket = self.buckets[-1]
         for entry in bucket.entries:
             self.tensors[entry.name] = entry.view(bucket.buffer).clone()
         bucket.buffer.fill_(255)  # was read: nothing of it is needed any more
@@ -75,9 +81,9 @@ def _piece(**counts: int) -> tuple[WalkEntry, ...]:
 
 
 def test_buckets_by_hand() -> None:
-    """64-byte steps; 256 bytes a bucket. Exactly full (case W2), whole pieces only, larger than a bucket, and a rest."""
+    """64-byte steps; halves of 256 bytes. Exactly full (case W2), whole pieces only, larger than a half, and a rest."""
     pieces = [_piece(a=128), _piece(b=3), _piece(c=10, d=64), _piece(e=8, f=8), _piece(g=300), _piece(h=1)]
-    plans = plan_buckets(pieces, 256)
+    plans = plan_buckets(pieces, 512)
     assert [[(entry.name, entry.offset_bytes) for entry in plan.entries] for plan in plans] == [
         [("a", 0)],
         [("b", 0), ("c", 64), ("d", 128)],
@@ -87,13 +93,14 @@ def test_buckets_by_hand() -> None:
     ]
     assert [plan.num_bytes for plan in plans] == [256, 256, 80, 600, 2]
     assert [plan.pieces for plan in plans] == [(0,), (1, 2), (3,), (4,), (5,)]
-    assert [plan.pieces for plan in plan_buckets(pieces, 257)] == [(0,), (1, 2), (3,), (4,), (5,)]
-    assert [plan.pieces for plan in plan_buckets(pieces, 255)] == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert [plan.start_bytes for plan in plans] == [0, 256, 0, 0, 0]
+    assert [one.overlaps(other) for one, other in itertools.pairwise(plans)] == [False, False, True, True]
+    assert [plan.pieces for plan in plan_buckets(pieces, 511)] == [(0,), (1,), (2,), (3,), (4,), (5,)]
 
 
 def test_a_part_of_the_walk_is_planned_like_all_of_it() -> None:
     pieces = [_piece(a=128), _piece(b=3), _piece(c=10, d=64), _piece(e=8)]
-    plans = plan_buckets(pieces, 256, names={"b", "d", "e"})
+    plans = plan_buckets(pieces, 512, names={"b", "d", "e"})
     assert [[(entry.name, entry.offset_bytes) for entry in plan.entries] for plan in plans] == [
         [("b", 0), ("d", 64), ("e", 192)]
     ]
@@ -116,8 +123,8 @@ def sink() -> RecordingSink:
 def publisher(tiny_llama: Path, single_rank_groups: Groups, sink: RecordingSink) -> Publisher:
     chunks = build_tiny_policy(tiny_llama, single_rank_groups)
     walk = WeightWalk(chunks, describe(tiny_llama), single_rank_groups)
-    # One embedding of 151 x 64 floats fills a bucket to the last byte.
-    return Publisher(walk, sink, single_rank_groups, bucket_bytes=151 * 64 * 4)
+    # One embedding of 151 x 64 floats fills half of the buffer to the last byte.
+    return Publisher(walk, sink, single_rank_groups, bucket_bytes=2 * 151 * 64 * 4)
 
 
 def test_every_tensor_arrives_as_it_is_in_the_checkpoint(
@@ -131,12 +138,16 @@ def test_every_tensor_arrives_as_it_is_in_the_checkpoint(
     assert report.num_bytes == sum(tensor.nbytes for tensor in stored.values())
     assert report.num_buckets == len(sink.buckets) > 3
     assert sink.buckets[0].buffer.nbytes == 151 * 64 * 4  # full to the last byte, case W2
-    # Gate and up of a layer are one parameter, stay together, and are the largest bucket.
-    assert publisher.num_buffer_bytes == report.peak_extra_bytes == 2 * 96 * 64 * 4
-    assert len({bucket.buffer.data_ptr() for bucket in sink.buckets}) == 1
+    assert publisher.num_buffer_bytes == report.peak_extra_bytes == 2 * 151 * 64 * 4
+    memory = sink.buckets[0].buffer.data_ptr()
+    assert all(bucket.buffer.data_ptr() == memory + bucket.start_bytes for bucket in sink.buckets)
+    assert {bucket.start_bytes for bucket in sink.buckets} == {0, 151 * 64 * 4}
+    # While one bucket is read the next is filled, and none is put before the last was settled.
+    steps = [call.split()[0] for call in sink.calls if call.split()[0] in ("put", "settle")]
+    assert steps == ["put", "settle"] * report.num_buckets
 
 
-@pytest.mark.parametrize("fail_in", ["begin", "put 0", "put 2", "compare 0", "commit"])
+@pytest.mark.parametrize("fail_in", ["begin", "put 0", "put 2", "settle", "compare 0", "commit"])
 def test_a_sink_that_fails_is_aborted_and_the_next_publish_works(
     publisher: Publisher, sink: RecordingSink, fail_in: str
 ) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grpo_megatron.weights.checksum import checksum
-from grpo_megatron.weights.shared_memory import ReceiverFailure, Request, SharedMemoryReceiver, SharedMemorySink
 from grpo_megatron.weights.shared_buffer import SharedBuffer
+from grpo_megatron.weights.shared_memory import ReceiverFailure, Request, SharedMemoryReceiver, SharedMemorySink
 from grpo_megatron.weights.sink import Bucket, BucketEntry
 from tests.weights.receiving import ReceiverProcess
 

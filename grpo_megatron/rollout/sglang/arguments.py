@@ -41,6 +41,7 @@ def server_arguments(
         "max_total_tokens": cache_tokens,
         "disable_radix_cache": not rollout.share_prompt_prefix,
         "schedule_policy": "lpm",  # answers to one prompt wait until its cache is there, and share it
+        "sleep_on_idle": True,  # else an idle scheduler keeps a core busy while the trainer updates
         "stream_interval": STREAM_TOKENS,
         "incremental_streaming_output": True,
         "custom_weight_loader": [RECEIVER],

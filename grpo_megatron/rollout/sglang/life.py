@@ -76,10 +76,10 @@ class EngineLife:
         self._replace(reason)
         self.wait_until_ready()
 
-    def revive(self, *, answer_seconds: float = 30.0) -> None:
+    def revive(self) -> None:
         """Restart the server if it is gone or does not answer; awake afterwards. Raises EngineFailure."""
         try:
-            self.control.get("/model_info", deadline_seconds=answer_seconds)
+            self.control.get("/model_info")
         except EngineFailure as failure:
             self.restart(str(failure))
 

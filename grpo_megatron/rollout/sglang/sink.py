@@ -1,45 +1,27 @@
-"""Hands published buckets to an SGLang server: a message by HTTP, the bytes through memory that both see.
+"""Hands published buckets to an SGLang server, through memory that both see.
 
 The other side is `receiver.py`, inside SGLang's schedulers. On a CPU the memory is one shared buffer of the leader; on
 a GPU each rank of the engine's group has a bucket on its own device, and exports it once to the scheduler there.
 """
 
-import base64
-import contextlib
-import json
-import secrets
-import shutil
-import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from grpo_megatron.parallel.collectives import gather_objects
-from grpo_megatron.rollout.sglang.arguments import RECEIVER
 from grpo_megatron.rollout.sglang.control import EngineFailure
+from grpo_megatron.rollout.sglang.weight_session import EngineControl, Memory, Outcome, WeightSession, name_model
 from grpo_megatron.weights.checksum import checksum
 from grpo_megatron.weights.device_memory import allocate_shareable, export_handle, pin
 from grpo_megatron.weights.naming import short_list
 from grpo_megatron.weights.shared_buffer import SharedBuffer
-from grpo_megatron.weights.sink import Bucket
+from grpo_megatron.weights.sink import Bucket, BucketEntry
 
 NO_VERSION = -1
 _FLUSH_SECONDS = 10
 """How long the last answer may take to leave the scheduler before the cache is emptied."""
-Memory = Mapping[str, Any]
-"""Where a scheduler finds the bytes: `path` and `num_bytes`, or what `export_handle` gives."""
-
-
-class EngineControl(Protocol):
-    """Calls to the server that raise when the answer is not good (see `Control`)."""
-
-    def get(self, path: str) -> dict[str, Any]: ...
-
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]: ...
 
 
 class SglangSink:
@@ -56,6 +38,7 @@ class SglangSink:
         has_drafter: whether the engine has more models than the policy; each has to get weights.
         unused: published tensors for which the engine has no place.
         asleep: parts of the engine that are away now.
+        deadline_seconds: for every single answer of a scheduler.
     """
 
     def __init__(
@@ -67,18 +50,19 @@ class SglangSink:
         has_drafter: bool = False,
         unused: Collection[str] = (),
         asleep: Callable[[], Collection[str]] = tuple,
+        deadline_seconds: float = 120.0,
     ) -> None:
         assert group is None or dist.get_world_size(group) == tensor_parallel
         self._control, self._group = control, group
         self._tensor_parallel, self._has_drafter = tensor_parallel, has_drafter
         self._unused, self._asleep = frozenset(unused), asleep
-        self._folder = None if control is None else Path(tempfile.mkdtemp(prefix="grpo_megatron-reports-"))
+        self._deadline_seconds = deadline_seconds
         self._memories: Sequence[Memory] = ()
         self._shared: SharedBuffer | None = None
         self._buffer: torch.Tensor | None = None
         self._known: EngineControl | None = None
         self._is_checked = False
-        self._session_may_be_open = False
+        self._session: WeightSession | None = None
         self._next = NO_VERSION
         self._is_whole = False
         self.transport: Literal["", "shared memory", "device memory", "pinned shared memory"] = ""
@@ -106,11 +90,11 @@ class SglangSink:
         return buffer
 
     def close(self) -> None:
-        """Let go of the memory and of the folder for reports."""
+        """Let go of the memory."""
+        if self._session is not None:
+            self.abort()
         if self._shared is not None:
             self._shared.close()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _allocate_shared(self, num_bytes: int) -> torch.Tensor:
         self._shared = SharedBuffer.create(num_bytes)
@@ -118,7 +102,7 @@ class SglangSink:
         return self._shared.tensor
 
     def _try_device_memory(self, num_bytes: int, device: torch.device) -> str | None:
-        """Why device memory cannot be handed over, None if it can; the same on every rank. Collective over the group."""
+        """Why device memory cannot be handed over, or None; the same on every rank. Collective over the group."""
         problem, memory, expected = None, None, 0
         try:
             self._buffer = allocate_shareable(num_bytes, device)
@@ -140,14 +124,12 @@ class SglangSink:
         return "; ".join(dict.fromkeys(problems)) or None
 
     def _probe(self, expected: Sequence[int]) -> None:
-        self._open_session()
-        try:
-            reports = self._send("probe")
-        finally:
-            self._close_session()
-        wrong = [report["rank"] for report in reports if report["checksum"] != expected[report["rank"]]]
+        assert self._buffer is not None
+        entry = BucketEntry("probe", torch.uint8, (self._buffer.nbytes,), 0)
+        outcomes = self._ask_once("probe", Bucket(0, (entry,), self._buffer))
+        wrong = {one["rank"] for one in outcomes if one["checksums"]["probe"] != expected[one["rank"]]}
         if wrong:
-            raise EngineFailure(f"the engine reads other bytes than were written, on its ranks {wrong}")
+            raise EngineFailure(f"the engine reads other bytes than were written, on its ranks {sorted(wrong)}")
 
     # One publish.
 
@@ -159,7 +141,12 @@ class SglangSink:
     def put(self, bucket: Bucket) -> None:
         """See `WeightSink`. Collective over the group."""
         self._wait_for_device()
-        self._lead(lambda: self._send("load", bucket))
+        self._lead(lambda: self._open_session().send("load", bucket))
+
+    def settle(self) -> None:
+        """See `WeightSink`."""
+        if self._control is not None:
+            self._open_session().receive()
 
     def compare(self, bucket: Bucket) -> dict[str, int] | None:
         """See `WeightSink`. Outside of a publish as well. Collective over the group."""
@@ -173,11 +160,11 @@ class SglangSink:
 
     def abort(self) -> None:
         self._is_whole = False
-        if self._control is None:
-            return
-        with contextlib.suppress(EngineFailure):
-            self._close_session()
-        self._set_version(NO_VERSION)
+        if self._control is not None:
+            session, self._session = self._session, None
+            if session is not None:
+                session.abandon()
+            self._set_version(NO_VERSION)
 
     def version(self) -> int:
         """See `WeightSink`; as the server says it, on the leader."""
@@ -192,114 +179,65 @@ class SglangSink:
         self._is_checked = self._is_whole = False
 
     def _begin(self) -> None:
-        assert self._control is not None
         if "weights" in self._asleep():
             raise EngineFailure("the engine's weights are asleep: wake them before the publish")
-        control = self._control()
-        if control is not self._known:
-            self._known, self._is_checked, self._session_may_be_open = control, False, False
-        self._open_session()
+        self._session = self._new_session()
+        if (self._session.num_models > 1) != self._has_drafter:
+            there = f"{self._session.num_models - 1} drafters" if self._session.num_models > 1 else "no drafter"
+            raise EngineFailure(f"the engine has {there}, which is not what it was built with")
         if not self._is_checked:
-            self._send("poison")
+            self._session.ask("poison")
 
     def _compare(self, bucket: Bucket) -> dict[str, int]:
-        if self._session_may_be_open:
-            reports = self._send("compare", bucket)
-        else:
-            self._open_session()
-            try:
-                reports = self._send("compare", bucket)
-            finally:
-                self._close_session()
-        names = [entry.name for entry in bucket.entries]
-        changed = sorted({name for report in reports for name in report["changed"]})
+        outcomes = self._session.ask("compare", bucket) if self._session else self._ask_once("compare", bucket)
+        changed = sorted({name for one in outcomes for name in one["changed"]})
         if changed:
             raise EngineFailure(f"the engine used other values than were published for {short_list(changed)}")
-        taken = {name for report in reports for name in report["taken"]}
-        if ignored := [name for name in names if name not in taken and name not in self._unused]:
+        taken = {name for one in outcomes for name in one["taken"]} | self._unused
+        if ignored := [entry.name for entry in bucket.entries if entry.name not in taken]:
             raise EngineFailure(f"the engine has no place for {short_list(ignored)}")
-        if any(report["checksums"] != reports[0]["checksums"] for report in reports):
+        if any(one["checksums"] != outcomes[0]["checksums"] for one in outcomes):
             raise EngineFailure("the ranks of the engine received different bytes")
-        return dict(reports[0]["checksums"])
+        return dict(outcomes[0]["checksums"])
 
     def _commit(self) -> None:
-        assert self._known is not None
+        session = self._open_session()
         if not self._is_checked:
-            self._check_complete()
-        self._close_session()
+            _check_complete(session.ask("complete"))
+        session.close()
+        self._session = None
+        assert self._known is not None
         self._known.post(f"/flush_cache?timeout={_FLUSH_SECONDS}")
         self._set_version(self._next)
         self._is_checked = True
 
-    def _check_complete(self) -> None:
-        reports = self._send("complete")
-        found = sorted({f"{name} of {_name_model(report)}" for report in reports for name in report["nan"]})
-        if found:
-            raise EngineFailure(
-                f"NaN in {short_list(found)}: the publish does not reach them, or they are NaN in training"
-            )
+    def _ask_once(self, action: str, bucket: Bucket) -> list[Outcome]:
+        """In a session of its own."""
+        session = self._new_session()
+        try:
+            outcomes = session.ask(action, bucket)
+        except BaseException:
+            session.abandon()
+            raise
+        session.close()
+        return outcomes
 
-    # Messages.
+    def _new_session(self) -> WeightSession:
+        assert self._control is not None and self._session is None
+        control = self._control()
+        if is_first := control is not self._known:
+            self._is_checked = False
+        session = WeightSession(control, self._memories, is_first=is_first, deadline_seconds=self._deadline_seconds)
+        self._known = control
+        return session
 
-    def _open_session(self) -> None:
-        assert self._control is not None
-        if self._session_may_be_open:
-            with contextlib.suppress(EngineFailure):
-                self._close_session()
-        self._session_may_be_open = True
-        self._control().post("/begin_weight_update", {"selector": "all"})
-
-    def _close_session(self) -> None:
-        assert self._control is not None
-        self._control().post("/end_weight_update", {})
-        self._session_may_be_open = False
+    def _open_session(self) -> WeightSession:
+        assert self._session is not None, "nothing was begun"
+        return self._session
 
     def _set_version(self, version: int) -> None:
         assert self._control is not None
         self._control().post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-
-    def _send(self, action: str, bucket: Bucket | None = None) -> list[dict[str, Any]]:
-        """One message to every scheduler; returns the reports of all its models, the policy's of rank 0 first.
-
-        Raises:
-            EngineFailure: the server refused, or a report is missing or bad.
-        """
-        assert self._control is not None and self._folder is not None
-        number = secrets.token_hex(8)
-        entries = [] if bucket is None else bucket.entries
-        message = {
-            "action": action,
-            "number": number,
-            "report": str(self._folder),
-            "entries": [(e.name, str(e.dtype).removeprefix("torch."), e.shape, e.offset_bytes) for e in entries],
-        }
-        messages = [message | {"rank": rank, "memory": memory} for rank, memory in enumerate(self._memories)]
-        body = {
-            "serialized_named_tensors": [_serialize(json.dumps(one)) for one in messages],
-            "load_format": RECEIVER,
-            "selector": "all",
-            "flush_cache": False,  # once, at the end
-        }
-        self._control().post("/update_weights_from_tensor", body)
-        return self._read_reports(action, number)
-
-    def _read_reports(self, action: str, number: str) -> list[dict[str, Any]]:
-        assert self._folder is not None
-        paths = list(self._folder.glob(f"{number}-*.json"))
-        reports = sorted((json.loads(path.read_text()) for path in paths), key=lambda one: (one["rank"], one["model"]))
-        for path in paths:
-            path.unlink()
-        errors = [f"{_name_model(one)}: {one['error']}" for one in reports if one["error"] is not None]
-        if errors:
-            raise EngineFailure(f"the engine could not {action} weights: {'; '.join(errors)}")
-        models = {report["model"] for report in reports}
-        expected = self._tensor_parallel * max(1, len(models))
-        if len(reports) != expected or (len(models) > 1) != self._has_drafter:
-            found = ", ".join(_name_model(report) for report in reports) or "nobody"
-            raise EngineFailure(
-                f"{action}: of {self._tensor_parallel} ranks of the engine there are reports of {found}"
-            )
-        return reports
 
     # Over the ranks of the engine.
 
@@ -328,11 +266,7 @@ class SglangSink:
             torch.cuda.synchronize()
 
 
-def _serialize(text: str) -> str:
-    """A named tensor as SGLang's server takes it: the text is the name, and the tensor is empty."""
-    return base64.b64encode(ForkingPickler.dumps([(text, torch.empty(0))])).decode()
-
-
-def _name_model(report: Mapping[str, Any]) -> str:
-    model = "the policy" if report["model"] == 0 else f"drafter {report['model']}"
-    return f"{model} on rank {report['rank']}"
+def _check_complete(outcomes: Sequence[Outcome]) -> None:
+    found = sorted({f"{name} of {name_model(one['rank'], one['model'])}" for one in outcomes for name in one["nan"]})
+    if found:
+        raise EngineFailure(f"NaN in {short_list(found)}: the publish does not reach them, or they are NaN in training")
