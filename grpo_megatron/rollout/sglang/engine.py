@@ -22,9 +22,9 @@ from grpo_megatron.rollout.client import Answer, GenerationClient, ServerFault, 
 from grpo_megatron.rollout.sglang.control import EngineFailure
 from grpo_megatron.rollout.sglang.life import NO_VERSION, EngineLife
 
-SHARED_PROMPT_TOKENS = 32
+SHARED_PROMPT_TOKENS = 8
 """From this length on a group waits for the first member, whose prompt then lies in the cache for all. SGLang computes
-equal prompts that come together each for itself; short ones are computed faster than waited for."""
+equal prompts that come together each for itself; the shortest are computed faster than waited for."""
 MAX_ATTEMPTS = 3
 """How often a live server may spoil or forget one answer before it counts as lost."""
 _POLL_SECONDS = 0.05
