@@ -16,7 +16,7 @@ from grpo_megatron.rollout.sglang.control import Control, EngineFailure
 from grpo_megatron.rollout.sglang.life import EngineLife
 from grpo_megatron.rollout.sglang.process import EngineProcess, EngineSettings
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.faults
 
 HEALTHY = """
 import json, socket, sys

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from grpo_megatron.batch import Rollout
 from grpo_megatron.families.describe import describe
 from grpo_megatron.parallel.errors import RankFailure
 from grpo_megatron.parallel.groups import Groups
@@ -18,8 +19,8 @@ from grpo_megatron.weights.gather import WeightWalk
 from grpo_megatron.weights.publish import Publisher
 from grpo_megatron.weights.sink import Bucket
 from tests.building import build_tiny_policy
-from tests.rollout.oracle import largest_difference
-from tests.rollout.requests import make_request, random_prompts, run
+from tests.rollout.oracle import largest_difference, logprobs
+from tests.rollout.requests import make_prompt, make_request, random_prompts, run
 from tests.rollout.sglang_server import NEEDS_SGLANG, start_sglang
 from tests.tiny import make_tiny_llama
 
@@ -156,6 +157,33 @@ def test_an_exception_inside_the_scheduler_is_reported_and_the_server_lives_on(
     setting.publish()
     assert setting.difference() < 1e-4
     assert setting.engine.life.process.process_id == process_id
+
+
+def test_answers_that_are_paused_go_on_with_the_weights_of_a_publish_in_between(setting: Setting) -> None:
+    """Each token's log-prob is that of the version that it is stamped with, over the tokens of both."""
+    setting.change()
+    setting.publish()
+    setting.difference()  # exports this version
+    old = setting.version
+    quick = make_request(make_prompt("quick", (5, 6)), max_new_tokens=4)
+    long = make_request(make_prompt("long", (7, 8, 9)), 2, max_new_tokens=90)
+
+    def change_the_weights(rollout: Rollout) -> None:
+        if rollout.prompt_id == "quick":
+            setting.engine.pause()
+            setting.change()
+            setting.publish()
+            setting.engine.resume()
+
+    rollouts = [one for one in run(setting.engine, [quick, long], on_rollout=change_the_weights) if one.num_tokens > 4]
+    setting.difference()
+    assert [[span.version for span in one.versions] for one in rollouts] == [[old, old + 1]] * 2
+    for rollout in rollouts:
+        assert rollout.num_tokens == 90
+        for span in rollout.versions:
+            expected = logprobs(setting.folder / f"exported-{span.version}", long.prompt, rollout, 1.0)
+            found = zip(rollout.logprobs[span.start : span.end], expected[span.start : span.end], strict=True)
+            assert max(abs(one - other) for one, other in found) < 1e-4
 
 
 def test_memory_stays_flat_over_publishes(setting: Setting) -> None:

@@ -207,7 +207,10 @@ class SglangSink:
         session.close()
         self._session = None
         assert self._known is not None
-        self._known.post(f"/flush_cache?timeout={_FLUSH_SECONDS}")
+        try:
+            self._known.post("/flush_cache")  # works beside answers that are paused; waiting for idleness does not
+        except EngineFailure:
+            self._known.post(f"/flush_cache?timeout={_FLUSH_SECONDS}")
         self._set_version(self._next)
         self._is_checked = True
 
