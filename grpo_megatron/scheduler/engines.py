@@ -52,7 +52,8 @@ def start_foreign_engine(session: Session, decode: Any, max_sequence_tokens: int
                 decode=decode,
                 max_sequence_tokens=max_sequence_tokens,
                 logs=session.folder / "logs",
-                say=partial(session.logger.warning, "engine %d: %s", group.place.index),
+                say=partial(session.logger.info, "engine %d: %s", group.place.index),
+                warn=partial(session.logger.warning, "engine %d: %s", group.place.index),
             )
         case other:
             raise ValueError(f"modules.rollout.engine: {other} is not there yet; set it to sglang or megatron")

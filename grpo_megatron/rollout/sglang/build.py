@@ -51,12 +51,15 @@ def build_sglang_engine(
     max_sequence_tokens: int,
     logs: Path,
     say: Callable[[str], None],
+    warn: Callable[[str], None] | None = None,
 ) -> SglangEngine:
     """Start the server and wait until it generates. To be called in the main thread.
 
     Args:
         max_sequence_tokens: longest prompt and answer together.
         logs: folder of `engine-N.log`.
+        say: told that the start takes its time.
+        warn: told of every loss and restart; default: `say`.
 
     Raises:
         EngineFailure: it did not start; with the end of its log.
@@ -98,7 +101,7 @@ def build_sglang_engine(
         )
         return EngineProcess(settings)
 
-    life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say, frees_memory=not on_cpu)
+    life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say, warn=warn, frees_memory=not on_cpu)
     life.wait_until_ready()
     return SglangEngine(life, place, limits, memory, decode=decode)
 

@@ -17,7 +17,8 @@ class EngineLife:
 
     Args:
         start: makes the server's process; the number of earlier starts is its argument.
-        say: told of every loss and restart.
+        say: told that a start takes its time.
+        warn: told of every loss and restart; default: `say`.
         frees_memory: whether what sleeps is gone.
     """
 
@@ -27,11 +28,12 @@ class EngineLife:
         *,
         max_restarts: int,
         say: Callable[[str], None],
+        warn: Callable[[str], None] | None = None,
         frees_memory: bool = True,
     ) -> None:
         self._start = start
         self._max_restarts = max_restarts
-        self._say = say
+        self._say, self._warn = say, warn or say
         self._frees_memory = frees_memory
         self._asleep: set[EnginePart] = set()
         self.num_starts = 0
@@ -64,7 +66,7 @@ class EngineLife:
                 self.process.kill()
                 if attempt == MAX_PORT_ATTEMPTS or not _PORT_TAKEN.search(str(failure)):
                     raise
-                self._say("another program took a port that SGLang had chosen: starting it anew")
+                self._warn("another program took a port that SGLang had chosen: starting it anew")
                 self.process = self._begin()
 
     def restart(self, reason: str) -> None:
@@ -115,7 +117,7 @@ class EngineLife:
             if "weights" in falling and self._frees_memory:
                 self.version = NO_VERSION
         except EngineFailure as failure:
-            self._say(f"the engine does not sleep and is ended: {failure}")
+            self._warn(f"the engine does not sleep and is ended: {failure}")
             self.version = NO_VERSION
             self.process.kill()
 
@@ -143,7 +145,7 @@ class EngineLife:
                 f"(modules.rollout.max_engine_restarts)\n{tail}"
             )
         self.num_restarts += 1
-        self._say(f"the engine was lost ({reason}): restart {self.num_restarts} of {self._max_restarts}\n{tail}")
+        self._warn(f"the engine was lost ({reason}): restart {self.num_restarts} of {self._max_restarts}\n{tail}")
         self.process = self._begin()
 
     def _begin(self) -> EngineProcess:
