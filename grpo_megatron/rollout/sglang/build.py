@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from grpo_megatron.config.schema import Config
@@ -78,32 +79,38 @@ def build_sglang_engine(
     if not place.is_leader:
         return SglangEngine(None, place, limits, memory, decode=decode)
 
-    def start(num_starts: int) -> EngineProcess:
-        arguments = server_arguments(
-            config,
-            model_path=config.model.policy or "",
-            on_cpu=on_cpu,
-            tensor=group.tensor,
-            first_device=group.local_rank,
-            # A restarted server must not repeat the draws of the one before.
-            seed=config.run.seed + place.index + num_starts * place.num_engines,
-            cache_tokens=plan.cache_tokens,
-        )
-        settings = EngineSettings(
-            arguments,
-            logs / f"engine-{place.index}.log",
-            on_cpu=on_cpu,
-            threads=plan.threads,
-            cores=_cores(group, plan.threads),
-            deadline_seconds=config.run.start_deadline_seconds,
-            answer_seconds=rollout.engine_stall_seconds,
-            **({} if rollout.python is None else {"python": Path(rollout.python)}),
-        )
-        return EngineProcess(settings)
-
+    start = partial(_start, config, group, plan, on_cpu, logs)
     life = EngineLife(start, max_restarts=rollout.max_engine_restarts, say=say, warn=warn, frees_memory=not on_cpu)
     life.wait_until_ready()
     return SglangEngine(life, place, limits, memory, decode=decode)
+
+
+def _start(
+    config: Config, group: EngineGroup, plan: EnginePlan, on_cpu: bool, logs: Path, num_starts: int
+) -> EngineProcess:
+    """The process of this group's engine, after so many starts before."""
+    rollout, place = config.modules.rollout, group.place
+    arguments = server_arguments(
+        config,
+        model_path=config.model.policy or "",
+        on_cpu=on_cpu,
+        tensor=group.tensor,
+        first_device=group.local_rank,
+        # A restarted server must not repeat the draws of the one before.
+        seed=config.run.seed + place.index + num_starts * place.num_engines,
+        cache_tokens=plan.cache_tokens,
+    )
+    settings = EngineSettings(
+        arguments,
+        logs / f"engine-{place.index}.log",
+        on_cpu=on_cpu,
+        threads=plan.threads,
+        cores=_cores(group, plan.threads),
+        deadline_seconds=config.run.start_deadline_seconds,
+        answer_seconds=rollout.engine_stall_seconds,
+        **({} if rollout.python is None else {"python": Path(rollout.python)}),
+    )
+    return EngineProcess(settings)
 
 
 def _cores(group: EngineGroup, threads: int) -> tuple[str, ...]:
