@@ -186,7 +186,7 @@ class GenerationClient:
             problem = f"it stopped at token {ids[-1]}, which the request does not name"
         if problem is not None:
             raise ServerFault(f"{name}: the server's answer makes no sense: {problem}")
-        return Answer(tuple(ids), tuple(logprobs), reason, _spans(name, last, len(ids)), int(last["cached_tokens"]))
+        return Answer(tuple(ids), tuple(logprobs), reason, _spans(name, last, len(ids)), int(last.get("cached_tokens") or 0))
 
 
 def sampling_parameters(sampling: SamplingSettings, seed: int) -> dict[str, Any]:
@@ -215,6 +215,10 @@ def _parse(name: str, data: bytes) -> dict[str, Any]:
         raise ServerFault(f"{name}: the server's answer is no JSON: {data[:200]!r}") from error
     if "error" in piece:
         raise RequestRefused(f"{name}: {piece['error'].get('message', piece['error'])}")
+    meta = piece.get("meta_info", {})
+    if (meta.get("finish_reason") or {}).get("type") == "abort":  # of a request that had not begun: nothing is there
+        piece.setdefault("output_ids", [])
+        meta.setdefault("output_token_logprobs", [])
     if "output_ids" not in piece or "output_token_logprobs" not in piece.get("meta_info", {}):
         raise ServerFault(f"{name}: the server's answer lacks tokens or log-probs: {data[:200]!r}")
     return piece

@@ -85,11 +85,16 @@ class FakeServer:
         body, behaviour = await request.json(), self.behaviour
         behaviour.requests.append(body)
         behaviour.authorizations.add(request.headers.get("Authorization", ""))
+        pieces = behaviour.pieces(body)
         if behaviour.silent(body):
-            await asyncio.sleep(60)
+            for _ in range(600):
+                await asyncio.sleep(0.1)
+                if body["rid"] in behaviour.aborted:
+                    break
+            pieces = [{"text": "", "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "0"}}]
         response = web.StreamResponse()
         await response.prepare(request)
-        for piece in behaviour.pieces(body):
+        for piece in pieces:
             await response.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
             if behaviour.cut(body):
                 request.transport.abort()  # type: ignore[union-attr]

@@ -139,6 +139,23 @@ def test_a_forgotten_request_is_stopped_and_asked_again_while_the_server_answers
     assert subject.life.reasons == []
 
 
+def test_an_aborted_group_ends_at_once_also_where_it_waits_for_its_prompt(subject: Subject) -> None:
+    """The first of four computes the prompt and gets nowhere; the others have not been sent; another prompt goes on."""
+    subject.behaviour.silent = lambda request: request["rid"].startswith("test/long/")
+    requests = [make_request(make_prompt("long", range(5, 25)), 3, max_new_tokens=9)]
+    requests.append(make_request(make_prompt("short", (5, 6)), max_new_tokens=4))
+
+    def abort_long(rollout: Any) -> Any:
+        return subject.engine.abort([requests[0].id]) if rollout.prompt_id == "short" else None
+
+    rollouts = by_answer(run(subject.engine, requests, on_rollout=abort_long))
+    assert {key: one.finish_reason for key, one in rollouts.items()} == {
+        ("short", 0): "length",
+        **{("long", index): "abort" for index in range(3)},
+    }
+    assert sum(request["rid"].startswith("test/long/") for request in subject.behaviour.requests) == 1
+
+
 def nonsense(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
     def pieces(request: dict[str, Any]) -> list[dict[str, Any]]:
         made = answer_pieces(request)

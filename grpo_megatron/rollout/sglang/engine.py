@@ -27,6 +27,8 @@ SHARED_PROMPT_TOKENS = 8
 equal prompts that come together each for itself; the shortest are computed faster than waited for."""
 MAX_ATTEMPTS = 3
 """How often a live server may spoil or forget one answer before it counts as lost."""
+FIRST_TOKEN_FACTOR = 5
+"""The first token of an answer may take so many times longer than a next one: prompts of others are computed before."""
 _POLL_SECONDS = 0.05
 _PROBE_SECONDS = 10.0
 
@@ -65,6 +67,8 @@ class _Work:
     prompt_cached: asyncio.Event | None = None
     """Set by the first member of a group as soon as it samples; the others wait for it."""
     leads: bool = True
+    has_begun: bool = False
+    """A token of the running attempt has come."""
 
     @property
     def is_waiting(self) -> bool:
@@ -72,6 +76,7 @@ class _Work:
 
     def heard(self) -> None:
         self.heard_at = time.monotonic()
+        self.has_begun = True
         if self.leads:
             self.release()
 
@@ -111,6 +116,7 @@ class SglangEngine:
         self._stats = EngineStats(0, 0, 0.0, 0)
         self._client: GenerationClient | None = None
         self._running: dict[asyncio.Task[Answer], _Work] = {}
+        self._aborted: set[str] = set()
         self._number = 0
 
     @property
@@ -125,6 +131,7 @@ class SglangEngine:
         assert not life.asleep, f"generate while {', '.join(sorted(life.asleep))} of the engine sleep"
         if life.version == NO_VERSION:
             raise EngineRestarted("the engine has no version of the policy yet", ())
+        self._aborted.clear()
         waiting: deque[_Work] = deque()
         begin = time.monotonic()
         reason = None
@@ -148,11 +155,13 @@ class SglangEngine:
             raise EngineRestarted(reason, _as_requests(unfinished))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Running answers of these requests end with what they have."""
-        ids = set(request_ids)
-        names = [work.name for work in self._running.values() if work.request.id in ids]
+        """Running answers of these requests end with what they have, and those that have not begun with nothing."""
+        self._aborted.update(request_ids)
+        works = [work for work in self._running.values() if work.request.id in self._aborted]
         if self._client is not None:
-            await asyncio.gather(*(self._client.abort(name) for name in names))
+            await asyncio.gather(*(self._client.abort(work.name) for work in works if not work.is_waiting))
+        for work in works:
+            work.release()
 
     def pause(self) -> None:
         """Stop sampling until `resume`: a publish in the middle of answers, each token stamped with its version."""
@@ -163,7 +172,7 @@ class SglangEngine:
         if self.life is not None:
             self.life.resume()
             for work in self._running.values():
-                work.heard()
+                work.heard_at = time.monotonic()
 
     def sleep(self, parts: Sequence[EnginePart]) -> None:
         if self.life is not None:
@@ -240,7 +249,7 @@ class SglangEngine:
         request = work.request
         # A number of its own for every sending: an answer to an earlier one can never be taken for this one's.
         work.name = f"{request.id}/{work.index}/{self._number}"
-        work.heard_at = time.monotonic()
+        work.heard_at, work.has_begun = time.monotonic(), False
         task = asyncio.create_task(self._ask(client, work))
         if work.leads:
             task.add_done_callback(work.release)  # whatever became of it
@@ -249,8 +258,10 @@ class SglangEngine:
     async def _ask(self, client: GenerationClient, work: _Work) -> Answer:
         if work.is_waiting and work.prompt_cached is not None:
             await work.prompt_cached.wait()
-            work.heard()
+            work.heard_at = time.monotonic()
         request = work.request
+        if request.id in self._aborted:
+            return Answer((), (), "abort", ())
         seed = answer_seed(request.seed, request.prompt.id, work.index)
         return await client.generate(work.name, request.prompt.token_ids, request.sampling, seed=seed, heard=work.heard)
 
@@ -267,21 +278,26 @@ class SglangEngine:
 
     async def _watch(self, client: GenerationClient, waiting: deque[_Work]) -> None:
         """Find a server that hangs, and an answer that a live server has forgotten."""
-        limit = self._limits.stall_seconds
-        now = time.monotonic()
         if self.life is None or self.life.is_paused:
             return
-        running = self._running.items()
-        silent = [(task, work) for task, work in running if not work.is_waiting and now - work.heard_at > limit]
-        if not silent:
-            return
-        if now - client.heard_at > limit and not await client.is_healthy(deadline_seconds=limit):
-            raise _Lost(f"no token for {now - client.heard_at:.0f} s and no answer to a probe within {limit:g} s")
+        limit, now = self._limits.stall_seconds, time.monotonic()
+        silence = now - client.heard_at
+        if silence > limit:
+            if not await client.is_healthy(deadline_seconds=max(limit, _PROBE_SECONDS)):
+                raise _Lost(f"no token for {silence:.0f} s and no answer to a probe")
+            client.heard_at = now  # it works on something long
+        silent = [
+            (task, work)
+            for task, work in self._running.items()
+            if not work.is_waiting and now - work.heard_at > limit * (1 if work.has_begun else FIRST_TOKEN_FACTOR)
+        ]
         for task, work in silent:
             del self._running[task]
             await self._stop(client, task, work)
             waiting.append(work)
-            fault = ServerFault(f"{work.name}: no token for {limit:g} s while the server answers others")
+            fault = ServerFault(
+                f"{work.name}: no token for {now - work.heard_at:.0f} s while the server answers others"
+            )
             await self._judge_fault(client, work, fault)
 
     async def _stop(self, client: GenerationClient, task: "asyncio.Task[Answer]", work: _Work) -> None:
