@@ -214,7 +214,9 @@ def _parse(name: str, data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ServerFault(f"{name}: the server's answer is no JSON: {data[:200]!r}") from error
     if "error" in piece:
-        raise RequestRefused(f"{name}: {piece['error'].get('message', piece['error'])}")
+        code = piece["error"].get("code")
+        kind = ServerFault if isinstance(code, int) and code >= 500 else RequestRefused
+        raise kind(f"{name}: {piece['error'].get('message', piece['error'])}")
     meta = piece.get("meta_info", {})
     if (meta.get("finish_reason") or {}).get("type") == "abort":  # of a request that had not begun: nothing is there
         piece.setdefault("output_ids", [])
