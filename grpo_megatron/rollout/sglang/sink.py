@@ -86,7 +86,10 @@ class SglangSink:
         if self._control is None:
             return None
         buffer = self._allocate_shared(num_bytes)
-        pin(buffer)
+        try:
+            pin(buffer)
+        except RuntimeError as error:
+            self.transport, self.reason = "shared memory", f"{problem}; {error}"
         return buffer
 
     def close(self) -> None:
@@ -140,7 +143,6 @@ class SglangSink:
 
     def put(self, bucket: Bucket) -> None:
         """See `WeightSink`. Collective over the group."""
-        self._wait_for_device()
         self._lead(lambda: self._open_session().send("load", bucket))
 
     def settle(self) -> None:
@@ -150,7 +152,6 @@ class SglangSink:
 
     def compare(self, bucket: Bucket) -> dict[str, int] | None:
         """See `WeightSink`. Outside of a publish as well. Collective over the group."""
-        self._wait_for_device()
         return self._lead(lambda: self._compare(bucket))
 
     def commit(self) -> None:
@@ -246,19 +247,27 @@ class SglangSink:
 
     def _lead(self, action: Callable[[], Any]) -> Any:
         """Do this on the leader once all ranks are here; every rank raises if it fails. Collective over the group."""
-        self._gather(None)
-        error, result = None, None
+        error: Exception | None = None
+        result = None
+        try:
+            self._wait_for_device()
+        except Exception as problem:  # noqa: BLE001 the other ranks wait to hear of it
+            error = problem
+        self._raise_together(error)
         if self._control is not None:
             try:
                 result = action()
-            except Exception as problem:  # noqa: BLE001 the other ranks wait to hear of it
+            except Exception as problem:  # noqa: BLE001 as above
                 error = problem
+        self._raise_together(error)
+        return result
+
+    def _raise_together(self, error: Exception | None) -> None:
         failed = [text for text in self._gather(None if error is None else str(error)) if text is not None]
         if error is not None:
             raise error
         if failed:
             raise EngineFailure(failed[0])
-        return result
 
     def _gather(self, value: Any) -> list[Any]:
         return [value] if self._group is None else gather_objects(value, self._group)
