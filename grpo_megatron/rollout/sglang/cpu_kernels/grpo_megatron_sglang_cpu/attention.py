@@ -5,19 +5,23 @@ the slots of all requests into one padded batch and makes a single call; extendi
 slots, and the masks, are the same in every layer and computed once per forward.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from .once import OncePerForward
+
+_MANY_PRODUCTS = 16
+"""Requests times key heads from which on decoding by matrix products is faster."""
 
 
 class DecodePlan(NamedTuple):
     """One token per request: the slots it sees, padded to the longest."""
 
-    slots: torch.Tensor  # [batch x longest]
+    rows: torch.Tensor  # [batch x heads x longest], of the cache as [slots x heads, size]
     longest: int
-    mask: torch.Tensor | None  # bool [batch, 1, 1, longest]
+    bias: torch.Tensor | None  # float32 [batch, 1, 1, longest], -inf where a request has no token
 
 
 class ExtendPlan(NamedTuple):
@@ -33,42 +37,23 @@ class ExtendPlan(NamedTuple):
     """The mask is the plain triangle, which needs no tensor."""
 
 
-class _OncePerForward:
-    """Remembers the last value of a function of tensors.
-
-    The tensors are kept, so that no other can take their identity, and their version counters compared, so that a
-    write in place is noticed. Inference tensors have no counter and are computed anew.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._key: list[Any] = []
-        self._arguments: tuple[Any, ...] = ()
-        self._value: Any = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        if any(isinstance(one, torch.Tensor) and one.is_inference() for one in arguments):
-            return self._function(*arguments)
-        key = [(id(one), one._version) if isinstance(one, torch.Tensor) else one for one in arguments]
-        if key != self._key:
-            self._value = self._function(*arguments)
-            self._key, self._arguments = key, arguments
-        return self._value
-
-
 def plan_decode(
-    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, window: int
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor, window: int, heads: int
 ) -> DecodePlan:
-    """Slots and mask for one new token per request; `window` counts the token itself, 0 or less is no window."""
+    """Cache rows and bias for one new token per request; `window` counts the token itself, 0 or less is no window."""
     longest = int(seq_lens.max())
-    slots = req_to_token[req_pool_indices, :longest].long().reshape(-1)
-    if int(seq_lens.min()) == longest and window <= 0:
-        return DecodePlan(slots, longest, None)
+    slots = req_to_token[req_pool_indices, :longest].long()
     position = torch.arange(longest)
-    mask = position < seq_lens[:, None]
+    hidden = position >= seq_lens[:, None]
+    # Slot 0 belongs to nobody: what lies elsewhere may be NaN, which a weight of zero does not take away.
+    slots = slots.masked_fill(hidden, 0)
+    rows = (slots[:, None, :] * heads + torch.arange(heads)[None, :, None]).view(-1)
     if window > 0:
-        mask &= position >= seq_lens[:, None] - window
-    return DecodePlan(slots, longest, mask[:, None, None, :])
+        hidden |= position < seq_lens[:, None] - window
+    if not hidden.any():
+        return DecodePlan(rows, longest, None)
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return DecodePlan(rows, longest, bias[:, None, None, :])
 
 
 def plan_extend(
@@ -101,7 +86,7 @@ def plan_extend(
     return plans
 
 
-_decode_plan, _extend_plan = _OncePerForward(plan_decode), _OncePerForward(plan_extend)
+_decode_plan, _extend_plan = OncePerForward(plan_decode), OncePerForward(plan_extend)
 
 
 def decode_attention(
@@ -133,14 +118,41 @@ def decode_attention(
         k_buffer.index_copy_(0, slots, k.reshape(-1, *k_buffer.shape[1:]).to(k_buffer.dtype))
         if not shared:
             v_buffer.index_copy_(0, slots, v.reshape(-1, *v_buffer.shape[1:]).to(v_buffer.dtype))
-    plan = _decode_plan(req_to_token, req_pool_indices, seq_lens, sliding_window)
-    batch, heads, size = q.shape
-    keys = _gather(k_buffer, plan.slots, batch, plan.longest, q.dtype)
-    values = keys[..., : v_buffer.shape[-1]] if shared else _gather(v_buffer, plan.slots, batch, plan.longest, q.dtype)
-    groups = keys.shape[1]  # queries that share a key head take the place of query positions
-    query = q.view(batch, groups, heads // groups, size)
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask, scale=sm_scale)
-    o.copy_(out.reshape(o.shape))
+    batch, num_heads, size = q.shape
+    heads = k_buffer.shape[1]
+    plan = _decode_plan(req_to_token, req_pool_indices, seq_lens, sliding_window, heads)
+    shape = (batch, heads, plan.longest, -1)
+    keys = _as_rows(k_buffer).index_select(0, plan.rows).view(shape)
+    values = keys[..., : v_buffer.shape[-1]] if shared else _as_rows(v_buffer).index_select(0, plan.rows).view(shape)
+    query = q.view(batch, heads, num_heads // heads, size)  # query heads that share a key head are rows of one matrix
+    many = batch * heads >= _MANY_PRODUCTS and keys.dtype == q.dtype == torch.bfloat16
+    attend = _attend_in_two_products if many else _attend
+    o.copy_(attend(query, keys.to(q.dtype), values.to(q.dtype), plan.bias, sm_scale).reshape(o.shape))
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The plain version, for anything: [batch, heads, rows, size]."""
+    bias = None if bias is None else bias.to(query.dtype)
+    return scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scale)
+
+
+def _attend_in_two_products(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """The fast version, for bfloat16: half the time of the plain one from some 16 matrices on, and as accurate.
+
+    A product of bfloat16 matrices adds up in float32 and rounds once; the same product again, with that result
+    subtracted before the rounding, is what the rounding took away. Their sum has 16 bits.
+    """
+    batch, heads, rows, _ = query.shape
+    query, keys, values = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+    rounded = torch.bmm(query, keys)
+    scores = rounded.float().add_(torch.baddbmm(rounded, query, keys, beta=-1)).mul_(scale)
+    if bias is not None:
+        scores.view(batch, heads, rows, -1).add_(bias)
+    return torch.bmm(scores.softmax(dim=-1).to(values.dtype), values)
 
 
 def extend_attention(
@@ -197,14 +209,19 @@ def _refuse(is_cross: bool, sinks: torch.Tensor | None, logit_cap: float, k_buff
         )
 
 
-def _gather(buffer: torch.Tensor, slots: torch.Tensor, batch: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """[slots, heads, size] -> a view [batch, heads, length, size] of a copy of these slots."""
+def _as_rows(buffer: torch.Tensor) -> torch.Tensor:
+    """[slots, heads, size] -> [slots x heads, size], a view."""
+    if buffer.is_contiguous():
+        return buffer.view(-1, buffer.shape[-1])
+    assert buffer.shape[1] == 1, "only the values of MLA, of one head, are a slice of another buffer"
+    return buffer[:, 0]
+
+
+def _gather(buffer: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[slots, heads, size] -> a view [1, heads, length, size] of a copy of these slots."""
     heads, size = buffer.shape[1:]
-    if buffer.is_contiguous():  # rows of one dimension are copied faster
-        rows = buffer.view(-1, heads * size).index_select(0, slots)
-    else:  # MLA: the values are a slice of the keys
-        rows = buffer.index_select(0, slots)
-    return rows.view(batch, length, heads, size).transpose(1, 2).to(dtype)
+    rows = buffer.view(-1, heads * size) if buffer.is_contiguous() else _as_rows(buffer)
+    return rows.index_select(0, slots).view(1, -1, heads, size).transpose(1, 2).to(dtype)
 
 
 def _all_tokens(new: torch.Tensor | None, buffer: torch.Tensor, plan: ExtendPlan, dtype: torch.dtype) -> torch.Tensor:
@@ -214,10 +231,10 @@ def _all_tokens(new: torch.Tensor | None, buffer: torch.Tensor, plan: ExtendPlan
     another layer's cache pass nothing.
     """
     if new is None:
-        return _gather(buffer, plan.slots, 1, len(plan.slots), dtype)
+        return _gather(buffer, plan.slots, dtype)
     size = new.shape[-1] if new.dim() == 3 else buffer.shape[-1]
     rows = new[plan.start : plan.start + plan.num_new]
     fresh = rows.view(plan.num_new, -1, size).transpose(0, 1)[None]
     if plan.num_before == 0:
         return fresh
-    return torch.cat([_gather(buffer, plan.slots[: plan.num_before], 1, plan.num_before, dtype), fresh], dim=2)
+    return torch.cat([_gather(buffer, plan.slots[: plan.num_before], dtype), fresh], dim=2)

@@ -29,7 +29,7 @@ def activate() -> None:
     if __version__ != SGLANG_VERSION:
         raise SystemExit(f"the kernels for SGLang on a CPU are for SGLang {SGLANG_VERSION}, installed is {__version__}")
     try:
-        for change in (_serve_attention, _sample_with_seeds, _verify_by_sampling, _compute_logits, _repair_devices):
+        for change in _CHANGES:
             change()
     except Exception as failure:
         raise SystemExit(f"SGLang {__version__} cannot be prepared for a CPU: {traceback.format_exc()}") from failure
@@ -60,10 +60,11 @@ def _serve_attention() -> None:
 
 def _sample_with_seeds() -> None:
     """`sampling_seed` counts always. Upstream ignores it unless inference is deterministic, which no CPU backend is."""
-    from grpo_megatron_sglang_cpu.sampler import SeededSampler
-    from grpo_megatron_sglang_cpu.sampling import seeds_of
     from sglang.srt.layers.sampler import register_sampler_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from .sampler import SeededSampler
+    from .sampling import seeds_of
 
     def add_seeds(info: Any, cls: type, batch: Any, vocab_size: int) -> None:
         seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
@@ -76,8 +77,9 @@ def _sample_with_seeds() -> None:
 
 def _verify_by_sampling() -> None:
     """Speculative decoding draws from the target's distribution; upstream takes the largest logit on every CPU."""
-    from grpo_megatron_sglang_cpu import sampling, trees
     from sglang.srt.speculative import eagle_utils
+
+    from . import sampling, trees
 
     eagle_utils.tree_speculative_sampling_target_only = trees.verify_by_sampling
     eagle_utils.top_k_renorm_prob = sampling.renormalize_top_k
@@ -88,8 +90,9 @@ def _verify_by_sampling() -> None:
 def _compute_logits() -> None:
     """`enable_fp32_lm_head` without converting the whole head in each step."""
     import torch
-    from grpo_megatron_sglang_cpu.head import float32_logits
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from .head import float32_logits
 
     def compute(original: Callable[..., Any], self: Any, hidden: Any, head: Any, *rest: Any, **named: Any) -> Any:
         weight = getattr(head, "weight", None)
@@ -100,6 +103,33 @@ def _compute_logits() -> None:
 
     target = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
     HookRegistry.register(target, compute, HookType.AROUND)
+
+
+def _replace_layers() -> None:
+    """RMSNorm and rotary embedding in fewer operations. A derived layer with a computation of its own keeps it."""
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    from .layers import normalize, rotate
+
+    norm, rope = RMSNorm.forward_native, RotaryEmbedding.forward_native
+
+    def forward_norm(self: Any, x: Any, residual: Any = None, *rest: Any, **named: Any) -> Any:
+        special = self.cast_x_before_out_mul or self.fp32_residual or self.override_orig_dtype is not None
+        special = special or self.variance_size_override is not None or x.shape[-1] != self.hidden_size
+        if special or any(one is not None for one in (*rest, *named.values())):
+            return norm(self, x, residual, *rest, **named)
+        normalized, total = normalize(x, residual, self.weight, self.variance_epsilon)
+        return normalized if residual is None else (normalized, total)
+
+    def forward_rope(self: Any, positions: Any, query: Any, key: Any, *rest: Any, **named: Any) -> Any:
+        special = not self.is_neox_style or self.rotary_dim != self.head_size or hasattr(self, "sin_cos_cache")
+        special = special or query.dim() != 2 or key.dim() != 2
+        if special or any(one is not None for one in (*rest, *named.values())):
+            return rope(self, positions, query, key, *rest, **named)
+        return rotate(positions, query, key, self.cos_sin_cache)
+
+    RMSNorm.forward_native, RotaryEmbedding.forward_native = forward_norm, forward_rope
 
 
 def _repair_devices() -> None:
@@ -120,3 +150,13 @@ def _repair_devices() -> None:
     HookRegistry.register("sglang.srt.layers.rotary_embedding.factory.get_rope_cpu", make_rope, HookType.AROUND)
     if not torch.cuda.is_available():  # draft workers of DeepSeek and GLM synchronize whatever the device
         torch.cuda.synchronize = lambda device=None: None
+
+
+_CHANGES = (
+    _serve_attention,
+    _sample_with_seeds,
+    _verify_by_sampling,
+    _compute_logits,
+    _replace_layers,
+    _repair_devices,
+)

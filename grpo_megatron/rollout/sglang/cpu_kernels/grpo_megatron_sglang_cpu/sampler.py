@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
-from grpo_megatron_sglang_cpu import sampling
 from sglang.srt.layers import sampler as upstream
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+from . import sampling
 
 
 class SeededSampler(upstream.Sampler):
