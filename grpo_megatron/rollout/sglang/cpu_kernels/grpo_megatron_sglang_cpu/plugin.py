@@ -5,6 +5,7 @@ functions of one SGLang version, so it ends the process on any other, and when a
 that and go on without.
 """
 
+import ctypes
 import importlib.util
 import inspect
 import traceback
@@ -132,6 +133,15 @@ def _replace_layers() -> None:
     RMSNorm.forward_native, RotaryEmbedding.forward_native = forward_norm, forward_rope
 
 
+def _reuse_freed_memory() -> None:
+    """glibc gives temporaries of some MB back to the kernel at once, and gets every page of them again by a fault."""
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(mmap_threshold, 32 * 1024 * 1024)  # glibc's limit
+        library.mallopt(trim_threshold, 128 * 1024 * 1024)
+
+
 def _repair_devices() -> None:
     """Two places that forget that there may be no GPU."""
     import torch
@@ -158,5 +168,6 @@ _CHANGES = (
     _verify_by_sampling,
     _compute_logits,
     _replace_layers,
+    _reuse_freed_memory,
     _repair_devices,
 )
