@@ -186,7 +186,8 @@ class GenerationClient:
             problem = f"it stopped at token {ids[-1]}, which the request does not name"
         if problem is not None:
             raise ServerFault(f"{name}: the server's answer makes no sense: {problem}")
-        return Answer(tuple(ids), tuple(logprobs), reason, _spans(name, last, len(ids)), int(last.get("cached_tokens") or 0))
+        num_cached = int(last.get("cached_tokens") or 0)
+        return Answer(tuple(ids), tuple(logprobs), reason, _spans(name, last, len(ids)), num_cached)
 
 
 def sampling_parameters(sampling: SamplingSettings, seed: int) -> dict[str, Any]:
