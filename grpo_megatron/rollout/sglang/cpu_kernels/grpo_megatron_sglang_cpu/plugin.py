@@ -50,10 +50,12 @@ def _serve_attention() -> None:
 
         return IntelAMXAttnBackend(runner)
 
-    def serve_drafts(original: Callable[..., Any], self: Any, field: str, backends: dict, *rest: Any) -> Any:
+    def serve_drafts(
+        original: Callable[..., Any], self: Any, field: str, backends: dict, *rest: Any, **named: Any
+    ) -> Any:
         if "intel_amx" in backends:
             backends.setdefault("torch_native", backends["intel_amx"])
-        return original(self, field, backends, *rest)
+        return original(self, field, backends, *rest, **named)
 
     create = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     HookRegistry.register(create, serve_drafts, HookType.AROUND)
