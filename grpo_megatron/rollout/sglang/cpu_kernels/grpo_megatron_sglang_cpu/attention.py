@@ -70,7 +70,8 @@ def plan_extend(
     plans, place = [], 0
     columns = (req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc)
     for row, length, num_new, start in zip(*(column.tolist() for column in columns), strict=True):
-        before, mask = length - num_new, None
+        before = length - num_new
+        mask: torch.Tensor | None = None
         if num_new == 0:
             continue
         if tree_mask is not None:
@@ -80,7 +81,8 @@ def plan_extend(
         elif is_causal and (window > 0 or (num_new > 1 and before > 0)):
             mask = torch.ones(num_new, length, dtype=torch.bool).tril(before)
         if window > 0 and is_causal:
-            mask = mask & torch.ones(num_new, length, dtype=torch.bool).triu(before - window + 1)
+            near = torch.ones(num_new, length, dtype=torch.bool).triu(before - window + 1)
+            mask = near if mask is None else mask & near
         plain = is_causal and mask is None and before == 0
         plans.append(ExtendPlan(start, num_new, before, req_to_token[row, :length].long(), mask, plain))
     return plans
@@ -113,7 +115,7 @@ def decode_attention(
     """Attention of one new token per request into `o`; writes its key and value to slot `loc` first."""
     _refuse(is_cross, sinks, logit_cap, k_buffer)
     shared = k_buffer.data_ptr() == v_buffer.data_ptr()  # MLA: values are the leading part of the keys
-    if k is not None:
+    if k is not None and v is not None:
         slots = loc.long()
         k_buffer.index_copy_(0, slots, k.reshape(-1, *k_buffer.shape[1:]).to(k_buffer.dtype))
         if not shared:
