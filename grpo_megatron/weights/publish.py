@@ -175,16 +175,13 @@ class Publisher:
 
     def _fill(self, plan: BucketPlan) -> None:
         """Copy the plan's tensors into the buffer, if there is one. Collective over tensor and pipeline groups."""
-        wanted = self._places(plan) if self._buffer is not None and self._takes_part else None
-        for number, piece in enumerate(plan.pieces):
-            self._walk.copy_piece(piece, None if wanted is None else wanted[number])
-
-    def _places(self, plan: BucketPlan) -> list[list[torch.Tensor | None]]:
-        """Where the tensors of each piece belong in the buffer; None for those that are left out."""
-        assert self._buffer is not None
-        memory = self._buffer[plan.start_bytes : plan.end_bytes]
-        views = {entry.name: entry.view(memory) for entry in plan.entries}
-        return [[views.get(entry.name) for entry in self._walk.pieces[piece]] for piece in plan.pieces]
+        wanted: dict[str, torch.Tensor] = {}
+        if self._buffer is not None and self._takes_part:
+            memory = self._buffer[plan.start_bytes : plan.end_bytes]
+            wanted = {entry.name: entry.view(memory) for entry in plan.entries}
+        for piece in plan.pieces:
+            targets = [wanted.get(entry.name) for entry in self._walk.pieces[piece]]
+            self._walk.copy_piece(piece, targets if wanted else None)
 
     def _agree(self, action: Callable[[WeightSink], Any], what: str) -> None:
         """Do this with the sink and hear from all. Collective over the world."""
