@@ -173,11 +173,10 @@ def _describe_model(config: Config, model: ModelDescription, stages: list[RankBy
 
 
 def _plan(config: Config, model: ModelDescription, ranks_per_machine: int) -> EnginePlan:
-    rollout = config.modules.rollout
     return plan_engines(
         config,
         model,
-        tensor=rollout.tensor or config.parallel.tensor,
+        tensor=config.engine_tensor,
         ranks_per_machine=ranks_per_machine,
         cores=len(os.sched_getaffinity(0)),
         max_sequence_tokens=_longest_sequence(config),

@@ -188,7 +188,7 @@ def _check_engine_ranks(
 ) -> Iterator[Problem]:
     """An engine in processes of its own takes the devices of `tensor` neighbouring ranks of one machine."""
     rollout, key = config.modules.rollout, "modules.rollout.tensor"
-    size = rollout.tensor or config.parallel.tensor
+    size = config.engine_tensor
     ranks = ranks_per_machine or world_size
     if rollout.engine == "megatron" or ranks is None or ranks % size == 0:
         return

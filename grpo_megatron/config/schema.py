@@ -264,3 +264,8 @@ class Config:
     """Fields of megatron-core's TransformerConfig, passed through; those that we own are refused."""
     sglang: dict[str, Any] = field(default_factory=dict)
     vllm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def engine_tensor(self) -> int:
+        """Tensor-parallel size of a rollout engine."""
+        return self.modules.rollout.tensor or self.parallel.tensor

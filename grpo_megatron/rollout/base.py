@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 from grpo_megatron.batch import Prompt, Rollout
 
 EnginePart = Literal["weights", "kv_cache"]
+NO_VERSION = -1
+"""Served by an engine of another process while it has no whole version of the policy."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ def find_place(session: Session) -> EnginePlace:
 def engine_group(session: Session) -> EngineGroup:
     """The neighbours that share an engine of another process; its size need not be the trainer's."""
     launch, config = session.launch, session.config
-    tensor = config.modules.rollout.tensor or config.parallel.tensor
-    return EngineGroup(launch.rank, launch.local_rank, launch.local_world_size, launch.world_size, tensor)
+    return EngineGroup(launch.rank, launch.local_rank, launch.local_world_size, launch.world_size, config.engine_tensor)
 
 
 def start_foreign_engine(session: Session, decode: Any, max_sequence_tokens: int) -> SglangEngine | None:
@@ -99,17 +98,21 @@ def build_policy_weights(session: Session, models: Any, engine: RolloutEngine, r
 
 def _build_sink(session: Session, engine: SglangEngine) -> SglangSink | None:
     """On a CPU one per engine, on its leader; on GPUs one on every rank, for each has a bucket. Collective there."""
-    tensor = engine_group(session).tensor
+    tensor = session.config.engine_tensor
     life = engine.life
     group = None
     if session.platform.kind == "cuda" and tensor > 1:
         group = split_world(tensor)
     elif life is None:
         return None
+    seconds = session.config.modules.rollout.engine_stall_seconds
+    if life is None:
+        return SglangSink(None, tensor_parallel=tensor, group=group, deadline_seconds=seconds)
     return SglangSink(
-        None if life is None else lambda: life.control,
+        lambda: life.control,
         tensor_parallel=tensor,
         group=group,
-        asleep=lambda: () if life is None else life.asleep,
-        deadline_seconds=session.config.modules.rollout.engine_stall_seconds,
+        asleep=lambda: life.asleep,
+        serves=life.serves,
+        deadline_seconds=seconds,
     )

@@ -47,15 +47,12 @@ class PolicyWeights:
         if self._publisher is None:
             self._engine.set_version(version)
             return None
-        report = self._bring(self._publisher, only_lost=False)
-        self._engine.set_version(version)
-        return report
+        return self._bring(self._publisher, only_lost=False)
 
     def restore(self) -> None:
         """Bring the current version to engines that were restarted. Collective over the world; raises as `publish`."""
         assert self._publisher is not None, "the embedded engine cannot lose its weights"
         self._bring(self._publisher, only_lost=True)
-        self._engine.set_version(self._version)
 
     def _bring(self, publisher: Publisher, *, only_lost: bool) -> PublishReport:
         for attempt in range(1, MAX_ATTEMPTS + 1):

@@ -1,9 +1,9 @@
 """SGLang's arguments from our configuration."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from grpo_megatron.config.schema import Config
+from grpo_megatron.rollout.base import NO_VERSION
 
 RECEIVER = "grpo_megatron.rollout.sglang.receiver.load"
 """Import path, in the engine's process, of what puts published tensors into its model."""
@@ -45,12 +45,12 @@ def server_arguments(
         "stream_interval": STREAM_TOKENS,
         "incremental_streaming_output": True,
         "custom_weight_loader": [RECEIVER],
-        "weight_version": "-1",  # nothing is served before the first publish
+        "weight_version": str(NO_VERSION),  # nothing is served before the first publish
         "log_level": "info",
         "log_level_http": "warning",
     }
     arguments |= _for_cpu() if on_cpu else {"enable_memory_saver": True, "base_gpu_id": first_device}
-    return arguments | dict(_lists(config.sglang))
+    return arguments | config.sglang
 
 
 def _for_cpu() -> dict[str, Any]:
@@ -61,8 +61,3 @@ def _for_cpu() -> dict[str, Any]:
         "disable_cuda_graph": True,
         "mem_fraction_static": 0.5,  # a share of what is free at the start: max_total_tokens is the limit that counts
     }
-
-
-def _lists(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The loader makes tuples of lists; SGLang wants lists."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in section.items()}

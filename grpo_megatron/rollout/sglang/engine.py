@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from grpo_megatron.batch import Rollout
 from grpo_megatron.rollout.base import (
+    NO_VERSION,
     EngineCapabilities,
     EngineHealth,
     EnginePart,
@@ -20,7 +21,7 @@ from grpo_megatron.rollout.base import (
 )
 from grpo_megatron.rollout.client import Answer, GenerationClient, ServerFault, answer_seed
 from grpo_megatron.rollout.sglang.control import EngineFailure
-from grpo_megatron.rollout.sglang.life import NO_VERSION, EngineLife
+from grpo_megatron.rollout.sglang.life import EngineLife
 
 SHARED_PROMPT_TOKENS = 8
 """From this length on a group waits for the first member, whose prompt then lies in the cache for all. SGLang computes

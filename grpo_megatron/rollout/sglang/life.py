@@ -3,11 +3,10 @@
 import re
 from collections.abc import Callable, Sequence
 
-from grpo_megatron.rollout.base import EnginePart
+from grpo_megatron.rollout.base import NO_VERSION, EnginePart
 from grpo_megatron.rollout.sglang.control import Control, EngineFailure
 from grpo_megatron.rollout.sglang.process import EngineProcess
 
-NO_VERSION = -1
 MAX_PORT_ATTEMPTS = 3
 _PORT_TAKEN = re.compile("address already in use|EADDRINUSE", re.IGNORECASE)
 
@@ -86,7 +85,12 @@ class EngineLife:
             self.restart(str(failure))
 
     def set_version(self, version: int) -> None:
+        """Stamp what is sampled from now on, without a publish."""
         self.control.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.serves(version)
+
+    def serves(self, version: int) -> None:
+        """The server says that this is its version now."""
         self.version = version
 
     def read_version(self) -> int:

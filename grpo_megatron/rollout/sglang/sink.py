@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_megatron.parallel.collectives import gather_objects
+from grpo_megatron.rollout.base import NO_VERSION
 from grpo_megatron.rollout.sglang.control import EngineFailure
 from grpo_megatron.rollout.sglang.weight_session import EngineControl, Memory, Outcome, WeightSession, name_model
 from grpo_megatron.weights.checksum import checksum
@@ -19,7 +20,6 @@ from grpo_megatron.weights.naming import short_list
 from grpo_megatron.weights.shared_buffer import SharedBuffer
 from grpo_megatron.weights.sink import Bucket, BucketEntry
 
-NO_VERSION = -1
 _FLUSH_SECONDS = 10
 """How long the last answer may take to leave the scheduler before the cache is emptied."""
 
@@ -38,6 +38,7 @@ class SglangSink:
         has_drafter: whether the engine has more models than the policy; each has to get weights.
         unused: published tensors for which the engine has no place.
         asleep: parts of the engine that are away now.
+        serves: told which version the engine serves from now on, NO_VERSION included.
         deadline_seconds: for every single answer of a scheduler.
     """
 
@@ -50,12 +51,13 @@ class SglangSink:
         has_drafter: bool = False,
         unused: Collection[str] = (),
         asleep: Callable[[], Collection[str]] = tuple,
+        serves: Callable[[int], None] = lambda version: None,
         deadline_seconds: float = 120.0,
     ) -> None:
         assert group is None or dist.get_world_size(group) == tensor_parallel
         self._control, self._group = control, group
         self._tensor_parallel, self._has_drafter = tensor_parallel, has_drafter
-        self._unused, self._asleep = frozenset(unused), asleep
+        self._unused, self._asleep, self._serves = frozenset(unused), asleep, serves
         self._deadline_seconds = deadline_seconds
         self._memories: Sequence[Memory] = ()
         self._shared: SharedBuffer | None = None
@@ -241,7 +243,9 @@ class SglangSink:
 
     def _set_version(self, version: int) -> None:
         assert self._control is not None
+        self._serves(NO_VERSION)  # also where the call fails
         self._control().post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._serves(version)
 
     # Over the ranks of the engine.
 
