@@ -57,6 +57,31 @@ def make_tiny_llama(
     return folder
 
 
+def make_tiny_qwen2(folder: Path, *, vocab_size: int = 151) -> Path:
+    """The same for Qwen2, untied: grouped queries, and biases on query, key and value that are not zero."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(4)
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.08)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, vocab_size)
+    return folder
+
+
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from tokenizers.decoders import Fuse

@@ -27,22 +27,15 @@ from grpo_megatron.platform.megatron_on_cpu import install
 install()
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
-from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection, RunSection  # noqa: E402
+from grpo_megatron.config.schema import RolloutSection  # noqa: E402
 from grpo_megatron.families.base import ModelDescription  # noqa: E402
-from grpo_megatron.families.describe import describe  # noqa: E402
-from grpo_megatron.models.build import BuildSettings, build_policy  # noqa: E402
-from grpo_megatron.parallel.grid import RankGrid  # noqa: E402
-from grpo_megatron.parallel.groups import Groups, build_groups  # noqa: E402
-from grpo_megatron.platform.device import current_platform  # noqa: E402
-from grpo_megatron.platform.kernels import choose_kernels  # noqa: E402
-from grpo_megatron.rollout.sglang.build import EngineGroup, build_sglang_engine  # noqa: E402
+from grpo_megatron.parallel.groups import Groups  # noqa: E402
 from grpo_megatron.rollout.sglang.engine import SglangEngine  # noqa: E402
 from grpo_megatron.rollout.sglang.sink import SglangSink  # noqa: E402
 from grpo_megatron.weights.gather import WeightWalk  # noqa: E402
-from grpo_megatron.weights.load import load_hf  # noqa: E402
 from grpo_megatron.weights.publish import Publisher  # noqa: E402
+from tools.bench_setup import build_trainer, make_random_llama, start_server  # noqa: E402
 
 DEFAULT_BUCKET_MEGABYTES = 64
 
@@ -119,27 +112,6 @@ def measure_publish(
     )
 
 
-def start_engine(folder: Path, logs: Path, *, dtype: str) -> SglangEngine:
-    """A server of one rank with little room for answers: it only receives."""
-    config = Config(
-        run=RunSection(start_deadline_seconds=600.0),
-        model=ModelSection(policy=str(folder), dtype=dtype),  # type: ignore[arg-type]
-        modules=ModulesSection(
-            rollout=RolloutSection(engine="sglang", max_concurrent_rollouts=1, engine_stall_seconds=120.0)
-        ),
-    )
-    return build_sglang_engine(
-        config,
-        EngineGroup(rank=0, local_rank=0, local_world_size=1, world_size=1, tensor=1),
-        current_platform(),
-        describe(folder),
-        decode=lambda ids: "",
-        max_sequence_tokens=128,
-        logs=logs,
-        say=lambda text: print(text, file=sys.stderr),
-    )
-
-
 def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="HF folder; default: a random Llama of 135M parameters")
@@ -159,22 +131,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.model or Path(temporary) / "random-llama-135m"
         if arguments.model is None:
-            from tools.bench_rollout import make_random_llama
-
             make_random_llama(folder)
-        groups = build_groups(RankGrid(1), backend="gloo", timeout_seconds=600, store=dist.HashStore())
-        description = describe(folder)
-        built = BuildSettings(arguments.dtype, "float32")
-        chunks = build_policy(description, built, groups, current_platform(), choose_kernels())
-        load_hf(chunks, description, folder, groups=groups)
-        engine = start_engine(folder, Path(temporary) / "logs", dtype=arguments.dtype)
+        trainer = build_trainer(folder, dtype=arguments.dtype)
+        engine = start_server(
+            folder,
+            Path(temporary) / "logs",
+            dtype=arguments.dtype,
+            # Little room for answers: it only receives.
+            rollout=RolloutSection(engine="sglang", max_concurrent_rollouts=1, engine_stall_seconds=120.0),
+            max_sequence_tokens=128,
+        )
         try:
             for size in map(int, arguments.bucket_megabytes.split(",")):
                 around = _profiled if arguments.profile else (lambda publish: publish())
                 speed = measure_publish(
-                    chunks,
-                    description,
-                    groups,
+                    trainer.chunks,
+                    trainer.description,
+                    trainer.groups,
                     engine,
                     bucket_bytes=size * 1024**2,
                     repeats=arguments.repeats,

@@ -32,31 +32,18 @@ install()
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 from grpo_megatron.batch import Prompt, RewardSpec  # noqa: E402
-from grpo_megatron.config.schema import Config, ModelSection, ModulesSection, RolloutSection  # noqa: E402
-from grpo_megatron.families.base import ModelDescription  # noqa: E402
-from grpo_megatron.families.describe import describe  # noqa: E402
-from grpo_megatron.models.build import BuildSettings, build_policy  # noqa: E402
-from grpo_megatron.parallel.grid import RankGrid  # noqa: E402
-from grpo_megatron.parallel.groups import Groups, build_groups  # noqa: E402
+from grpo_megatron.config.schema import RolloutSection  # noqa: E402
 from grpo_megatron.platform.device import current_platform  # noqa: E402
-from grpo_megatron.platform.kernels import choose_kernels  # noqa: E402
 from grpo_megatron.rollout.base import RolloutEngine, RolloutRequest, SamplingSettings  # noqa: E402
 from grpo_megatron.rollout.dispatch import StaticTickets  # noqa: E402
 from grpo_megatron.rollout.megatron.build import build_megatron_engine  # noqa: E402
-from grpo_megatron.rollout.sglang.build import EngineGroup, build_sglang_engine  # noqa: E402
 from grpo_megatron.rollout.sglang.engine import SglangEngine  # noqa: E402
-from grpo_megatron.weights.load import load_hf  # noqa: E402
 from tools.bench_publish import measure_publish  # noqa: E402
+from tools.bench_setup import Trainer, build_trainer, make_random_llama, start_server  # noqa: E402
 
 GROUP_SIZE = 8
-SMOLLM2_SIZES = {
-    "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-    "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048, "rope_theta": 100000.0,
-    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,13 +81,6 @@ def make_work(scenario: str, batch: int, prompt_tokens: int, new_tokens: int, se
     return Work(tuple(prompt(prompt_tokens) for _ in range(batch)), (new_tokens,) * batch)
 
 
-def make_random_llama(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SMOLLM2_SIZES)).to(torch.bfloat16).save_pretrained(folder)
-
-
 @dataclass(frozen=True)
 class Runner:
     """One engine."""
@@ -109,24 +89,6 @@ class Runner:
     """Answers the work; returns the number of tokens."""
     cpu_seconds: Callable[[], float] = time.process_time
     """Of all its processes so far."""
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """One rank with the model."""
-
-    chunks: list[Any]
-    description: ModelDescription
-    groups: Groups
-
-
-def build_trainer(folder: Path, arguments: argparse.Namespace) -> Trainer:
-    groups = build_groups(RankGrid(1), backend="gloo", timeout_seconds=600, store=dist.HashStore())
-    description = describe(folder)
-    built = BuildSettings(arguments.dtype, arguments.head_dtype)
-    chunks = build_policy(description, built, groups, current_platform(), choose_kernels())
-    load_hf(chunks, description, folder, groups=groups)
-    return Trainer(chunks, description, groups)
 
 
 def megatron_runner(trainer: Trainer, arguments: argparse.Namespace, batch: int) -> Runner:
@@ -140,24 +102,6 @@ def megatron_runner(trainer: Trainer, arguments: argparse.Namespace, batch: int)
         return drain(engine, work)
 
     return Runner(run)
-
-
-def start_sglang(folder: Path, arguments: argparse.Namespace, batch: int, resources: ExitStack) -> SglangEngine:
-    rollout = RolloutSection(engine="sglang", max_concurrent_rollouts=batch, engine_threads=arguments.threads)
-    model = ModelSection(policy=str(folder), dtype=arguments.dtype, output_head_dtype=arguments.head_dtype)
-    engine = build_sglang_engine(
-        Config(model=model, modules=ModulesSection(rollout=rollout)),
-        EngineGroup(rank=0, local_rank=0, local_world_size=1, world_size=1, tensor=1),
-        current_platform(),
-        describe(folder),
-        decode=lambda ids: "",
-        max_sequence_tokens=arguments.prompt_tokens + arguments.new_tokens,
-        logs=Path(resources.enter_context(tempfile.TemporaryDirectory())),
-        say=lambda text: print(text, file=sys.stderr),
-    )
-    resources.callback(engine.close)
-    engine.set_version(0)
-    return engine
 
 
 def sglang_runner(engine: SglangEngine) -> Runner:
@@ -304,12 +248,24 @@ def main() -> None:
         runners: dict[str, Runner] = {}
         trainer, server = None, None
         if {"megatron", "sglang"} & set(engines):
-            trainer = build_trainer(folder, arguments)
+            trainer = build_trainer(folder, dtype=arguments.dtype, head_dtype=arguments.head_dtype)
         if "megatron" in engines:
             assert trainer is not None
             runners["megatron"] = megatron_runner(trainer, arguments, max(batches))
         if "sglang" in engines:
-            server = start_sglang(folder, arguments, max(batches), resources)
+            section = RolloutSection(
+                engine="sglang", max_concurrent_rollouts=max(batches), engine_threads=arguments.threads
+            )
+            server = start_server(
+                folder,
+                Path(temporary) / "logs",
+                dtype=arguments.dtype,
+                head_dtype=arguments.head_dtype,
+                rollout=section,
+                max_sequence_tokens=arguments.prompt_tokens + arguments.new_tokens,
+            )
+            resources.callback(server.close)
+            server.set_version(0)
             runners["sglang"] = sglang_runner(server)
         if "hf" in engines:
             runners["hf"] = hf_runner(folder, arguments)

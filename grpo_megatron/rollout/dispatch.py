@@ -106,7 +106,7 @@ class ResumedTickets:
     """What a lost engine left open comes first, then the rest of its queue."""
 
     def __init__(self, unfinished: Sequence[RolloutRequest], rest: TicketQueue) -> None:
-        self._unfinished = list(unfinished)
+        self._unfinished = StaticTickets(unfinished, engine=0, num_engines=1)
         self._rest = rest
 
     @property
@@ -115,14 +115,10 @@ class ResumedTickets:
         return self._rest.taken
 
     def take(self, max_rollouts: int) -> Sequence[RolloutRequest] | None:
-        if not self._unfinished:
-            return self._rest.take(max_rollouts)
-        count = max(1, _fitting(self._unfinished, max_rollouts))
-        tickets, self._unfinished = self._unfinished[:count], self._unfinished[count:]
-        return tickets
+        return self._unfinished.take(max_rollouts) or self._rest.take(max_rollouts)
 
     def close(self) -> None:
-        self._unfinished = []
+        self._unfinished.close()
         self._rest.close()
 
 

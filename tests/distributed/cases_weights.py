@@ -23,7 +23,7 @@ from grpo_megatron.weights.publish import Publisher
 from grpo_megatron.weights.shared_memory import SharedMemorySink
 from tests.building import ADVANTAGES, ANSWERS, PROMPT, answers_after, build_tiny_policy, pack_by_hand
 from tests.distributed.harness import CaseContext, case
-from tests.tiny import make_tiny_llama, write_tokenizer
+from tests.tiny import make_tiny_llama, make_tiny_qwen2
 from tests.weights.receiving import DEADLINE_SECONDS, ReceiverProcess
 from tools.convert_checkpoint import Conversion, hf_to_megatron, megatron_to_hf
 
@@ -40,25 +40,7 @@ def _qwen2(context: CaseContext) -> Path:
     """Two key-value heads and biases on query, key and value."""
     folder = context.shared_folder / "weights-qwen2"
     if context.rank == 0 and not folder.exists():
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
-        torch.manual_seed(3)
-        config = Qwen2Config(
-            vocab_size=151,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=2,
-            tie_word_embeddings=False,
-            initializer_range=0.08,
-        )
-        model = Qwen2ForCausalLM(config).float()
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.data.normal_(std=0.3)
-        model.save_pretrained(folder)
-        write_tokenizer(folder, 151)
+        make_tiny_qwen2(folder)
     torch.distributed.barrier()
     return folder
 

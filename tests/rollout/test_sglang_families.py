@@ -11,7 +11,7 @@ from grpo_megatron.rollout.sglang.engine import SglangEngine
 from tests.rollout.oracle import greedy_ids, largest_difference, logprobs
 from tests.rollout.requests import by_answer, make_request, random_prompts, run
 from tests.rollout.sglang_server import NEEDS_SGLANG, start_sglang
-from tests.tiny import make_tiny_llama
+from tests.tiny import make_tiny_llama, make_tiny_qwen2
 
 pytestmark = [pytest.mark.engines, NEEDS_SGLANG]
 
@@ -23,29 +23,6 @@ BFLOAT16_MAX_BOUND = 0.1
 
 def make_untied_llama(folder: Path) -> Path:
     return make_tiny_llama(folder, tie_embeddings=False, seed=3)
-
-
-def make_tiny_qwen2(folder: Path) -> Path:
-    """Grouped queries, and biases on query, key and value that are not zero."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(4)
-    config = Qwen2Config(
-        vocab_size=151,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config)
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.08)
-    model.save_pretrained(folder)
-    return folder
 
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {"llama": make_untied_llama, "qwen2": make_tiny_qwen2}

@@ -5,6 +5,7 @@ each token. Batches are tens of requests, so plain loops are fast enough.
 """
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 
@@ -30,11 +31,8 @@ def assign_req_to_token_pool(
     pool_len: int,
 ) -> None:
     """Write new slots, one request after the other, at positions start to end of each request's row."""
-    place = 0
-    for row, start, end in _rows(req_pool_indices, start_offset, end_offset):
-        count = max(end - start, 0)
-        req_to_token[row, start : start + count] = out_cache_loc[place : place + count].to(req_to_token.dtype)
-        place += count
+    for row, positions, places in _stretches(req_pool_indices, start_offset, end_offset):
+        req_to_token[row, positions] = out_cache_loc[places].to(req_to_token.dtype)
 
 
 def assign_extend_cache_locs(
@@ -46,11 +44,8 @@ def assign_extend_cache_locs(
     pool_len: int,
 ) -> None:
     """Read the slots at positions start to end of each request's row, one request after the other."""
-    place = 0
-    for row, start, end in _rows(req_pool_indices, start_offset, end_offset):
-        count = max(end - start, 0)
-        out_cache_loc[place : place + count] = req_to_token[row, start : start + count].to(out_cache_loc.dtype)
-        place += count
+    for row, positions, places in _stretches(req_pool_indices, start_offset, end_offset):
+        out_cache_loc[places] = req_to_token[row, positions].to(out_cache_loc.dtype)
 
 
 def assign_draft_cache_locs_contiguous(
@@ -123,6 +118,17 @@ def build_draft_decode_metadata(
             row[:length] = req_to_token[request, :length]
             row[length : length + num_steps] = req_to_token[request, drafts : drafts + num_steps]
     return rows
+
+
+def _stretches(
+    rows: torch.Tensor, start_offset: torch.Tensor, end_offset: torch.Tensor
+) -> Iterator[tuple[int, slice, slice]]:
+    """Each request's row, its positions start to end, and where they lie when all requests follow one another."""
+    place = 0
+    for row, start, end in _rows(rows, start_offset, end_offset):
+        count = max(end - start, 0)
+        yield row, slice(start, start + count), slice(place, place + count)
+        place += count
 
 
 def _rows(*columns: torch.Tensor) -> zip:
